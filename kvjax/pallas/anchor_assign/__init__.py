@@ -1,0 +1,1 @@
+"""Nearest anchor, coefficient and utility of every token."""

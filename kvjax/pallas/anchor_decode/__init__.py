@@ -1,0 +1,1 @@
+"""Attention of new queries over anchors, coefficients and coded residuals."""

@@ -1,0 +1,78 @@
+"""Signature, arguments and shapes of anchor_decode."""
+
+from typing import NamedTuple
+
+from jax import Array
+from jaxtyping import Float
+
+from kvjax.pallas import dispatch
+from kvjax.pallas.anchor_decode import xla
+from kvjax.rope import Rope
+from kvjax.typed import typed
+
+# batch, query heads, KV heads, tokens, head dim, anchors, window, share of sides with a residual
+SHAPES = {
+    "smollm2_135m": (1, 9, 3, 2048, 64, 64, 16, 0.2),
+    "llama3_8b": (1, 32, 8, 32768, 128, 256, 32, 0.2),
+}
+
+
+class Residuals(NamedTuple):
+    """The residuals of one width: which sides have one, and their codes in token order.
+
+    The slot of token t is prefix[t // 32] + popcount(words[t // 32] & ((1 << t % 32) - 1)).
+    """
+
+    words: Array  # uint32 [B, 2, K, C / 32], bit mask of the tokens
+    prefix: Array  # [B, 2, K, C / 32], set bits before each word, over (side, head, word)
+    codes: Array  # uint8 [B, N, packed_size(H, bits)]
+    scales: Array  # f16 or uint8 (quant.scale_encode) [B, N]
+
+
+class Coded(NamedTuple):
+    """The tokens before the window, coded; axis 2 of size 2 is the side: keys, values."""
+
+    anchors: Array  # [B, 2, K, A, H] bf16/f32, or int8 with scales
+    anchor_scales: Array | None  # f16[B, 2, K, A]
+    window: Array | None  # [B, 2, K, W, H], further anchors, where anchors does not hold them
+    index: Array  # uint8/uint16 [B, 2, K, C], or uint8 bytes of index_bits codes
+    gamma: Array  # f16[B, 2, K, C], or uint8 bytes of gamma_bits codes
+    gamma_range: Array | None  # f16[B, 2, K, 2], smallest gamma and step
+    residuals: tuple[Residuals, ...]
+    lengths: Array  # i32[B], coded tokens
+
+
+class Widths(NamedTuple):
+    """Static widths of a `Coded`, in bits; 0 = stored unpacked."""
+
+    index: int
+    gamma: int
+    residuals: tuple[int, ...]  # of each of Coded.residuals
+    seed: int  # of the residuals' rotation
+
+
+@typed
+def anchor_decode(
+    q: Float[Array, "B N T H"], coded: Coded, *, widths: Widths, rope: Rope, impl: str = "auto"
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Float[Array, "B N T"]]:
+    """Attention of new queries over coded tokens; token t has position t.
+
+    key_t = R_t (gamma_t a_t) + r_t, value_t = gamma_t a_t + r_t, with a_t the token's anchor and
+    r_t its residual, if any. Key residuals are those of rotated keys, so that a query meets their
+    codes after one rotation of its own.
+
+    Args:
+        q: [B, N, T, H], rotated; every query comes after every coded token.
+        coded: the stored arrays.
+        widths: their bit widths.
+        rope: of the layer.
+        impl: see `dispatch.choose`.
+
+    Returns:
+        o f32[B, N, T, H], m f32[B, N, T], l f32[B, N, T]: an unnormalised online softmax.
+
+    Source: AnchorKV (arXiv 2608.02901), equation 3.
+    """
+    return dispatch.choose("anchor_decode", impl, {"xla": xla.anchor_decode})(
+        q, coded, widths=widths, rope=rope
+    )

@@ -1,0 +1,1 @@
+"""Exact causal attention of a left-padded prompt."""

@@ -1,0 +1,48 @@
+"""Signature, checks and shapes of flash_prefill."""
+
+from jax import Array
+from jaxtyping import Float, Int32
+
+from kvjax.pallas import dispatch
+from kvjax.pallas.flash_prefill import xla
+from kvjax.typed import typed
+
+# batch, query heads, KV heads, columns, head dim
+SHAPES = {
+    "smollm2_135m": (1, 9, 3, 2048, 64),
+    "llama3_8b": (1, 32, 8, 8192, 128),
+    "qwen2_5_7b": (1, 28, 4, 8192, 128),
+}
+
+
+@typed
+def flash_prefill(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    starts: Int32[Array, "B"],
+    *,
+    window: int | None = None,
+    impl: str = "auto",
+) -> Float[Array, "B N T H"]:
+    """Exact causal attention of right-aligned (left-padded) rows, never holding a T x T matrix.
+
+    Args:
+        q: [B, N, T, H], rotated.
+        k: [B, K, T, H], rotated.
+        v: [B, K, T, H].
+        starts: i32[B], first real column of each row; pads are neither seen nor give output.
+        window: a query sees only the last `window` columns up to its own; None = all.
+        impl: see `dispatch.choose`.
+
+    Returns:
+        The attention output [B, N, T, H] in q's dtype; zero at pads.
+
+    Raises:
+        ValueError: if the KV heads do not divide the query heads.
+    """
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{k.shape[1]} KV heads must divide the {q.shape[1]} query heads.")
+    return dispatch.choose("flash_prefill", impl, {"xla": xla.flash_prefill})(
+        q, k, v, starts, window=window
+    )

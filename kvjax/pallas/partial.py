@@ -1,0 +1,78 @@
+"""Unnormalised softmax attention over dense keys: the value-level math that ops share.
+
+Batch and KV heads are one leading axis in every product: a product with two batch axes and a batch
+of one is several times slower on a CPU.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+MASKED = -1e30
+
+
+def logits(q: Array, k: Array) -> Array:
+    """q [B,N,T,H] . k [B,K,S,H] / sqrt(H), as f32[B, K, G*T, S] (query heads by KV head)."""
+    batch, heads, steps, dim = q.shape
+    kv_heads, slots = k.shape[1:3]
+    rows = heads // kv_heads * steps
+    product = jnp.einsum(
+        "brh,bsh->brs",
+        q.astype(k.dtype).reshape(batch * kv_heads, rows, dim),
+        k.reshape(batch * kv_heads, slots, dim),
+        preferred_element_type=jnp.float32,
+    )
+    return product.reshape(batch, kv_heads, rows, slots) * dim**-0.5
+
+
+def soften(scores: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """Masked exponentials of f32[B, K, G*T, S] with their running maximum and sum.
+
+    Returns:
+        p of the scores' shape, m and l [B, K, G*T]; a row with nothing visible has p = l = 0.
+    """
+    scores = jnp.where(mask, scores, MASKED)
+    m = scores.max(-1)
+    p = jnp.where(mask, jnp.exp(scores - m[..., None]), 0.0)
+    return p, m, p.sum(-1)
+
+
+def weigh(p: Array, v: Array) -> Array:
+    """p [B,K,R,S] . v [B,K,S,H] as f32[B, K, R, H]."""
+    batch, kv_heads, rows, slots = p.shape
+    product = jnp.einsum(
+        "brs,bsh->brh",
+        p.astype(v.dtype).reshape(batch * kv_heads, rows, slots),
+        v.reshape(batch * kv_heads, slots, -1),
+        preferred_element_type=jnp.float32,
+    )
+    return product.reshape(batch, kv_heads, rows, -1)
+
+
+def by_head(o: Array, m: Array, l: Array, steps: int) -> tuple[Array, Array, Array]:  # noqa: E741
+    """[B, K, G*T, ...] to [B, N, T, ...] for each of o, m, l."""
+    batch, dim = o.shape[0], o.shape[-1]
+    shape = (batch, o.shape[1] * o.shape[2] // steps, steps)
+    return o.reshape(*shape, dim), m.reshape(shape), l.reshape(shape)
+
+
+def dense(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """The partial (o, m, l) of attention over dense keys and values.
+
+    Args:
+        q: [B, N, T, H], rotated.
+        k: [B, K, S, H], rotated; its dtype is the products' (accumulation is float32).
+        v: [B, K, S, H].
+        mask: bool [B, 1 or K, T, S], what each query sees.
+
+    Returns:
+        o f32[B, N, T, H] = sum p v, m f32[B, N, T] the maximum, l f32[B, N, T] = sum p.
+    """
+    batch, _, steps, _ = q.shape
+    p, m, l = soften(logits(q, k), expand(mask, q.shape[1], k.shape[1]))  # noqa: E741
+    return by_head(weigh(p, v), m, l, steps)
+
+
+def expand(mask: Array, heads: int, kv_heads: int) -> Array:
+    """A mask [B, 1 or K, T, S] repeated for the G query heads of a group: [B, 1 or K, G*T, S]."""
+    group = heads // kv_heads
+    return mask if group == 1 else jnp.tile(mask, (1, 1, group, 1))

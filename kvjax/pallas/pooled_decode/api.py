@@ -1,0 +1,41 @@
+"""Signature, checks and shapes of pooled_decode."""
+
+from jax import Array
+from jaxtyping import Float, Int32
+
+from kvjax.pallas import dispatch
+from kvjax.pallas.pooled_decode import xla
+from kvjax.typed import typed
+
+# batch, query heads, KV heads, slots, head dim
+SHAPES = {
+    "smollm2_135m": (1, 9, 3, 2048, 64),
+    "llama3_8b": (1, 32, 8, 32768, 128),
+    "qwen2_5_7b": (1, 28, 4, 32768, 128),
+}
+
+
+@typed
+def pooled_decode(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int32[Array, "B K"],
+    *,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Float[Array, "B N T"]]:
+    """Attention of new queries over the first `lengths` slots of each KV head.
+
+    Every query comes after every slot, so there is no causal mask.
+
+    Args:
+        q: [B, N, T, H], rotated.
+        k: [B, K, S, H], rotated.
+        v: [B, K, S, H].
+        lengths: i32[B, K], valid slots of each KV head.
+        impl: see `dispatch.choose`.
+
+    Returns:
+        o f32[B, N, T, H], m f32[B, N, T], l f32[B, N, T]: an unnormalised online softmax.
+    """
+    return dispatch.choose("pooled_decode", impl, {"xla": xla.pooled_decode})(q, k, v, lengths)

@@ -1,0 +1,1 @@
+"""Attention of new queries over group-quantized keys and values."""

@@ -1,0 +1,188 @@
+"""Storage that methods share: a dense append-only tail, exact kept tokens, and their union."""
+
+from dataclasses import replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.attention import Partial, dense_partial, finish, merge, visible
+from kvjax.pallas.pooled_decode.api import pooled_decode
+from kvjax.pytree import METADATA, TAIL, array, pytree, static
+from kvjax.rope import Rope, rotate
+from kvjax.types import LayerInfo, PromptKV, PromptShape
+
+
+@pytree
+class Tail:
+    """The tokens appended since the prompt, dense and exact, R slots a row.
+
+    Invariants: slots [0, lengths) hold tokens with `positions` >= 0 in order of arrival; the others
+    are empty and have position -1.
+    """
+
+    k: Array = array("batch", "kv_head", "slot", "head_dim", role=TAIL, valid="lengths")  # rotated
+    v: Array = array("batch", "kv_head", "slot", "head_dim", role=TAIL, valid="lengths")
+    positions: Array = array("batch", "slot", role=TAIL, valid="lengths")  # i32[B, R]
+    lengths: Array = array("batch", role=METADATA)  # i32[B]
+
+    @classmethod
+    def empty(cls, like: Array, capacity: int) -> Self:
+        """A tail of `capacity` tokens for keys [B, K, *, H] like `like`."""
+        if capacity < 1:
+            raise ValueError(f"reserve={capacity} must be at least 1 token.")
+        batch, heads, _, dim = like.shape
+        zeros = jnp.zeros((batch, heads, capacity, dim), like.dtype)
+        positions = jnp.full((batch, capacity), -1, jnp.int32)
+        return cls(zeros, jnp.zeros_like(zeros), positions, jnp.zeros(batch, jnp.int32))
+
+    def append(self, k: Array, v: Array, positions: Array) -> Self:
+        """Write T rotated tokens a row at its own length; pads (position -1) are not written."""
+        capacity, steps = self.k.shape[2], k.shape[2]
+        real = positions >= 0
+        slots = self.lengths[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
+        slots = jnp.where(real, slots, capacity)  # out of range: dropped
+        return replace(
+            self,
+            k=write_rows(self.k, k, slots),
+            v=write_rows(self.v, v, slots),
+            positions=jax.vmap(lambda row, at, x: row.at[at].set(x, mode="drop"))(
+                self.positions, slots, positions
+            ),
+            lengths=self.lengths + real.sum(-1, dtype=jnp.int32),
+        )
+
+    def attend(self, q: Array, positions: Array, window: int | None) -> Partial:
+        """Causal attention of rotated queries [B, N, T, H] over the tail."""
+        return dense_partial(q, self.k, self.v, visible(positions, self.positions, window))
+
+    def materialize(self) -> tuple[Array, Array, Array]:
+        """k, v [B, K, R, H] and positions i32[B, K, R]."""
+        batch, heads, capacity, _ = self.k.shape
+        positions = jnp.broadcast_to(self.positions[:, None], (batch, heads, capacity))
+        return self.k, self.v, positions
+
+
+def write_rows(buffer: Array, x: Array, slots: Array) -> Array:
+    """Write x [B, K, T, ...] to slots i32[B, T] of buffer [B, K, S, ...]; slots >= S are dropped."""
+
+    def row(buffer, x, at):
+        return buffer.at[:, at].set(x.astype(buffer.dtype), mode="drop")
+
+    return jax.vmap(row)(buffer, x, slots)
+
+
+@pytree
+class Pooled:
+    """Kept tokens, exact: KV head h owns slots [0, lengths[h]) of its own pool.
+
+    Invariants: keys are rotated at their true positions; kept columns are ascending. `positions`
+    is None when slot = position (nothing was evicted).
+    """
+
+    k: Array = array("batch", "kv_head", "slot", "head_dim", valid="lengths")  # [B, K, S, H]
+    v: Array = array("batch", "kv_head", "slot", "head_dim", valid="lengths")  # [B, K, S, H]
+    positions: Array | None = array(
+        "batch", "kv_head", "slot", role=METADATA, valid="lengths"
+    )  # uint16 or int32 [B, K, S]
+    lengths: Array = array("batch", "kv_head", role=METADATA)  # i32[B, K]
+    window: int | None = static(None)
+    impl: str = static("auto")
+
+    def slot_positions(self) -> Array:
+        """i32[B, K, S], -1 where empty."""
+        shape = self.k.shape[:3]
+        slots = jnp.broadcast_to(jnp.arange(shape[2], dtype=jnp.int32), shape)
+        positions = slots if self.positions is None else self.positions.astype(jnp.int32)
+        return jnp.where(slots < self.lengths[..., None], positions, -1)
+
+    def attend(self, q: Array, positions: Array) -> Partial:
+        """Attention of rotated queries [B, N, T, H] over the kept tokens."""
+        if self.window is None:
+            return Partial(*pooled_decode(q, self.k, self.v, self.lengths, impl=self.impl))
+        mask = visible(positions, self.slot_positions(), self.window)
+        return dense_partial(q, self.k, self.v, mask)
+
+    def materialize(self) -> tuple[Array, Array, Array]:
+        """k, v [B, K, S, H] and positions i32[B, K, S]."""
+        return self.k, self.v, self.slot_positions()
+
+
+@pytree
+class BodyTail:
+    """A body built once from the prompt and a dense tail; attention merges the two partials."""
+
+    body: Any  # has attend(q, positions) -> Partial and materialize()
+    tail: Tail
+    rope: Rope = static()
+    window: int | None = static(None)
+    step_limit = None
+
+    def room(self) -> Array:
+        """i32[B], tokens that can still be appended."""
+        return self.tail.k.shape[2] - self.tail.lengths
+
+    def step(self, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Self]:
+        """Append T tokens, attend to body and tail. See `types.LayerCache.step`."""
+        dtype, q = q.dtype, rotate(self.rope, q, positions)
+        tail = self.tail.append(rotate(self.rope, k, positions), v, positions)
+        part = merge(self.body.attend(q, positions), tail.attend(q, positions, self.window))
+        out = jnp.where((positions >= 0)[:, None, :, None], finish(part), 0.0)
+        return out.astype(dtype), replace(self, tail=tail)
+
+    def flush(self) -> Self:
+        """Nothing to fold: the tail keeps every token."""
+        return self
+
+    def materialize(self) -> tuple[Array, Array, Array]:
+        """What step attends to, dense. See `types.LayerCache.materialize`."""
+        body, tail = self.body.materialize(), self.tail.materialize()
+        k, v = (jnp.concatenate([a.astype(b.dtype), b], 2) for a, b in zip(body[:2], tail[:2]))
+        return k, v, jnp.concatenate([body[2], tail[2]], 2)
+
+
+def left_align(x: Array, starts: Array) -> Array:
+    """Shift each row of [B, K, T, ...] so that slot = position; what follows a row is its wrap."""
+    return jax.vmap(lambda row, start: jnp.roll(row, -start, axis=1))(x, starts)
+
+
+def position_dtype(columns: int) -> jnp.dtype:
+    """The smallest unsigned type that holds the positions of a prompt of `columns` tokens."""
+    return jnp.dtype(jnp.uint16) if columns <= 65535 else jnp.dtype(jnp.int32)
+
+
+def keep(prompt: PromptKV, columns: Array, lengths: Array, info: LayerInfo, impl: str) -> BodyTail:
+    """The cache of an evictor: the chosen columns, exact, and an empty tail.
+
+    Args:
+        prompt: the layer's finished prefill.
+        columns: i32[B, K, C], ascending; entries from `lengths` on are ignored.
+        lengths: i32[B, K], kept tokens of each KV head.
+        info: the layer.
+        impl: see `pallas.dispatch.choose`.
+
+    Returns:
+        A `BodyTail` with a `Pooled` body of C slots.
+    """
+    kept = jnp.arange(columns.shape[2])[None, None] < lengths[..., None]
+    columns = jnp.where(kept, columns, 0)
+    k, v = (jnp.take_along_axis(x, columns[..., None], 2) for x in (prompt.k, prompt.v))
+    k, v = (jnp.where(kept[..., None], x, 0) for x in (k, v))
+    positions = jnp.where(kept, columns - prompt.starts[:, None, None], 0)
+    positions = positions.astype(position_dtype(prompt.k.shape[2]))
+    body = Pooled(k, v, positions, lengths, window=info.window, impl=impl)
+    tail = Tail.empty(prompt.k, info.reserve)
+    return BodyTail(body, tail, rope=info.rope, window=info.window)
+
+
+def kept_bytes(tokens: int, shape: PromptShape) -> int:
+    """Live bytes of `keep` with `tokens` tokens per KV head, in one row and layer."""
+    slot = 2 * shape.head_dim * shape.itemsize + position_dtype(shape.num_tokens).itemsize
+    return min(tokens, shape.num_tokens) * shape.kv_heads * slot + 4 * shape.kv_heads + 4
+
+
+def kept_tokens(target_bytes: float, shape: PromptShape) -> int:
+    """The largest budget whose `kept_bytes` stay within `target_bytes`; 0 if none does."""
+    free = int(target_bytes) - kept_bytes(0, shape)
+    return max(free // (kept_bytes(1, shape) - kept_bytes(0, shape)), 0)

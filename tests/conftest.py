@@ -1,0 +1,24 @@
+"""Eight CPU devices, no implicit rank promotion, outside data by KVJAX_DATA."""
+
+import os
+from pathlib import Path
+
+_FLAG = "--xla_force_host_platform_device_count=8"
+if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of outside data; a test that asks for it is skipped without it."""
+    folder = os.environ.get("KVJAX_DATA")
+    if not folder:
+        pytest.skip("KVJAX_DATA is not set: it names a folder of outside data")
+    if not Path(folder).is_dir():
+        pytest.fail(f"KVJAX_DATA={folder} is not a folder")
+    return Path(folder)
