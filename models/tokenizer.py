@@ -179,25 +179,24 @@ def from_hf(directory: str | Path) -> Tokenizer:
     template = loaded.chat_template
     if isinstance(template, Mapping):
         template = template.get("default")
-    bos = loaded.bos_token_id
+    bos, flag = loaded.bos_token_id, _fields(directory, "tokenizer_config").get("add_bos_token")
+    starts = loaded("a").input_ids[:1] == [bos] if flag is None else bool(flag)
     special = tuple((r, str(t)) for r in _ROLES if (t := getattr(loaded, r, None)) is not None)
-    stops = {loaded.eos_token_id} | _generation_stops(directory)
+    more = _fields(directory, "generation_config").get("eos_token_id")
+    stops = {loaded.eos_token_id, *(more if isinstance(more, list) else [more])}
     return Tokenizer(
         definition=definition,
         chat_template=template,
         bos_id=bos,
-        add_bos=bos is not None and loaded("a").input_ids[:1] == [bos],
+        add_bos=bos is not None and starts,
         stop_ids=_stops(stops, loaded.get_vocab()),
         special_tokens=special,
     )
 
 
-def _generation_stops(directory: Path) -> set[int]:
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return set()
-    stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return set(stops) if isinstance(stops, list) else {stops}
+def _fields(directory: Path, name: str) -> dict[str, Any]:
+    path = directory / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _stops(ids: set[int | None], vocabulary: Mapping[str, int]) -> frozenset[int]:

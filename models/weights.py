@@ -3,28 +3,22 @@
 Each format becomes a `_Source`: names, shapes and a reader of one tensor as [out, in]. One
 function assembles params from either, checks every tensor and fuses q, k, v and gate, up.
 
-Source: the safetensors format; convert_hf_to_gguf.py of llama.cpp for names and row order.
+Source: convert_hf_to_gguf.py of llama.cpp for a GGUF's names and row order.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from models import safetensors
 from models.config import Config
 
 Params = dict[str, Any]
 
-SAFETENSORS_TYPES: dict[str, Any] = {
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-}
 GGML_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 
 
@@ -62,8 +56,8 @@ def load_hf(directory: str | Path, dtype: Any = np.float32) -> tuple[Config, Par
             dtype or a value that is not finite; a file is truncated or no safetensors.
     """
     directory = Path(directory)
-    config = Config.from_hf(_json(directory / "config.json"))
-    source = _safetensors(directory)
+    config = Config.from_hf(safetensors.read_json(directory / "config.json"))
+    source = _Source(str(directory), *safetensors.open_directory(directory))
     tied = "lm_head.weight" not in source.shapes
     config = dataclasses.replace(config, tied=tied)
     return config, _assemble(config, source, dtype)
@@ -198,76 +192,6 @@ def _assemble(config: Config, source: _Source, dtype: Any) -> Params:
     if not config.tied:
         params["head"] = matrix(("lm_head", config.vocab_size), inputs=d)
     return params
-
-
-def _json(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}; a model directory needs one.")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def _safetensors(directory: Path) -> _Source:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(_json(index)["weight_map"].values()))
-    elif (directory / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    else:
-        raise FileNotFoundError(
-            f"{directory} has neither model.safetensors nor {index.name}; "
-            "weights must be safetensors (a pytorch_model.bin must be converted first)."
-        )
-    entries: dict[str, tuple[Path, str, tuple[int, ...], int]] = {}
-    for name in files:
-        if not (directory / name).is_file():
-            raise FileNotFoundError(f"{directory} lacks the shard {name} that {index.name} names.")
-        entries |= _safetensors_header(directory / name)
-    named = {_canonical(name): entry for name, entry in entries.items()}
-
-    def read(name: str) -> np.ndarray:
-        path, kind, shape, offset = named[name]
-        if kind not in SAFETENSORS_TYPES:
-            raise ValueError(
-                f"{name!r} in {path} has dtype {kind}; known are {', '.join(SAFETENSORS_TYPES)}."
-            )
-        return np.memmap(path, SAFETENSORS_TYPES[kind], "r", offset, shape)
-
-    return _Source(str(directory), {n: e[2] for n, e in named.items()}, read)
-
-
-def _safetensors_header(path: Path) -> dict[str, tuple[Path, str, tuple[int, ...], int]]:
-    """Name -> (path, dtype, shape, offset in bytes), checked against the file's size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= size - 8:
-            raise ValueError(
-                f"{path} is truncated or no safetensors: {size:,} bytes, its header claims "
-                f"{length:,}."
-            )
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is no safetensors: its header is not JSON.") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-    if end > size:
-        raise ValueError(f"{path} is truncated: {size:,} bytes of {end:,}; fetch it again.")
-    return {
-        name: (path, t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
-        for name, t in header.items()
-    }
-
-
-def _canonical(name: str) -> str:
-    """Drop what multimodal and causal wrappers put before a decoder's names."""
-    for prefix in ("language_model.model.", "model.language_model.", "language_model.", "model."):
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
 
 
 _GGUF_NAMES = {

@@ -22,8 +22,9 @@ INTRODUCTION = (
     "Memorize them: a question about one of them follows.\n\n"
 )
 ANSWER_PREFIX = "One of the special magic numbers for {key} is:"
+MULTIKEY_ANSWER_PREFIX = "The special magic number for {key} is:"  # small models mix keys up less
 ANSWER = " {value}"
-NEEDLE = ANSWER_PREFIX + ANSWER + "."
+SENTENCE_END = "."  # a needle is its answer prefix, its answer and this
 SEPARATOR = "\n\n"  # ends the context, so that no token spans context and question
 QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
 
@@ -119,7 +120,9 @@ def build(
         raise ValueError(f"digits={digits} must be 1..18, num_needles={num_needles} 1..16.")
     source = sentences(haystack, seed)
     keys, values = _draw(random.Random(f"needle {seed}"), digits, num_needles, " ".join(source))
-    needles = [NEEDLE.format(key=k, value=v) for k, v in zip(keys, values, strict=True)]
+    form = ANSWER_PREFIX if num_needles == 1 else MULTIKEY_ANSWER_PREFIX
+    sentence = form + ANSWER + SENTENCE_END
+    needles = [sentence.format(key=k, value=v) for k, v in zip(keys, values, strict=True)]
     depths = [depth, *((depth + i / num_needles) % 1.0 for i in range(1, num_needles))]
     header, footer = _chat_frame(tokenizer)
     context_ids = _context(tokenizer, header, source, needles, depths, num_tokens)
@@ -135,7 +138,7 @@ def build(
     if tokenizer.add_bos and context_ids.count(tokenizer.bos_id) > 1:
         raise ValueError("the context holds more than one BOS; the chat template must add one.")
 
-    question, prefix = QUESTION.format(key=keys[0]), ANSWER_PREFIX.format(key=keys[0])
+    question, prefix = QUESTION.format(key=keys[0]), form.format(key=keys[0])
     turn = question + footer + prefix
     question_ids = _after(tokenizer, SEPARATOR, turn)
     answer_ids = _after(tokenizer, prefix, ANSWER.format(value=values[0]))

@@ -69,9 +69,10 @@ def test_every_length_is_exact_and_every_needle_whole(tokenizer, haystack, num_n
         assert len(prompt.context_ids) == shortest + extra
         context = tokenizer.decode(prompt.context_ids)
         for key, value, span in zip(prompt.keys, prompt.values, prompt.spans, strict=True):
-            sentence = f"One of the special magic numbers for {key} is: {value}."
+            sentence = f"special magic number{'s' * (num_needles == 1)} for {key} is: {value}."
             assert context.count(sentence) == 1 and context.count(value) == 1
-            assert tokenizer.decode(prompt.context_ids[slice(*span)]).strip() == sentence
+            shown = tokenizer.decode(prompt.context_ids[slice(*span)]).strip()
+            assert shown in (f"One of the {sentence}", f"The {sentence}")
         assert len(set(prompt.values)) == len(set(prompt.keys)) == num_needles
 
 
@@ -83,6 +84,7 @@ def test_the_three_parts_make_the_chat():
     question = f"\n\n{prompt.question}<end>\n<start>assistant\n{prompt.answer_prefix}"
     assert whole.endswith(f"{question} {prompt.answer}")
     assert prompt.answer == prompt.values[0] and prompt.keys[0] in prompt.question
+    assert f"{prompt.answer_prefix} {prompt.answer}." in whole  # the prefix mirrors the needle
     # question and answer stand outside the context: what is compressed first is agnostic of them
     assert prompt.question not in tokenizer.decode(prompt.context_ids)
     assert prompt.max_new_tokens == len(prompt.answer_ids) == 8

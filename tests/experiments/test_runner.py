@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -83,22 +84,28 @@ EXPERIMENT = textwrap.dedent(
 
 
 @pytest.fixture
-def toy(tmp_path):
-    """Return a function that runs the toy experiment as a user would."""
+def toy(tmp_path, monkeypatch):
+    """Return the toy experiment as a module."""
     (tmp_path / "toy.py").write_text(EXPERIMENT)
+    spec = importlib.util.spec_from_file_location("toy", tmp_path / "toy.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "toy", module)
+    spec.loader.exec_module(module)
+    # in this process: the cache would outlive the test
+    monkeypatch.setattr("experiments.runner.enable_compilation_cache", lambda: None)
+    return module
 
-    def start(*args, **variables):
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}", "KVJAX_CACHE": str(tmp_path / "cache")}
-        command = [sys.executable, "toy.py", *args]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env=environment | {"JAX_PLATFORMS": "cpu"} | variables,
-        )
 
-    return start
+def start(tmp_path, *args, **variables):
+    """Run the toy experiment as a user would."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "KVJAX_CACHE": str(tmp_path / "cache")}
+    return subprocess.run(
+        [sys.executable, "toy.py", *args],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment | {"JAX_PLATFORMS": "cpu"} | variables,
+    )
 
 
 def only_run(tmp_path):
@@ -113,21 +120,23 @@ def scalars(path, tag):
 
 
 def test_a_killed_run_keeps_its_events_and_resumes_to_the_same_table(toy, tmp_path):
-    assert toy("--rate", "0.7").returncode == 0
-    whole = only_run(tmp_path)
+    config = toy.Config(rate=0.7)
+    with Run.create(config, tmp_path / "elsewhere") as run:
+        toy.run(config, run)
+    whole = run.path
     table_text = (whole / "summary.md").read_text().split("##")[1]
     want = {name: (whole / name).read_bytes() for name in ("metrics.jsonl", "kv_bytes.json")}
     points = scalars(whole, "toy/score_percent")
-    whole.rename(tmp_path / "whole")
+    assert len(points) == 4
 
-    killed = toy("--rate", "0.7", DIE_AFTER="2", DIE_BY=str(signal.SIGKILL.value))
+    killed = start(tmp_path, "--rate", "0.7", DIE_AFTER="2", DIE_BY=str(signal.SIGKILL.value))
     assert killed.returncode == -signal.SIGKILL
     path = only_run(tmp_path)
     assert scalars(path, "toy/score_percent") == points[:2]  # readable after the crash
     with open(path / "metrics.jsonl", "a") as record:
         record.write('{"length": 30, "sco')  # what a kill in the middle of a write leaves
 
-    resumed = toy("--resume", str(path))  # the run's own flags are taken over
+    resumed = start(tmp_path, "--resume", str(path))  # the run's own flags are taken over
     assert resumed.returncode == 0, resumed.stderr
     assert only_run(tmp_path) == path
     assert {name: (path / name).read_bytes() for name in want} == want
@@ -139,25 +148,29 @@ def test_a_killed_run_keeps_its_events_and_resumes_to_the_same_table(toy, tmp_pa
     assert image.encoded_image_string == (path / "score.png").read_bytes()
     assert len(json.loads((path / "config.json").read_text())["resumed"]) == 1
 
-    other = toy("--resume", str(path), "--rate", "0.8", "--lengths", "10")
-    assert other.returncode == 1 and other.stderr.count("\n") == 1
-    assert "rate=0.8 (was 0.7)" in other.stderr and "lengths=[10]" in other.stderr
-    assert "fail=" not in other.stderr
+    assert (tmp_path / "cache" / "xla").is_dir()
+    with pytest.raises(ValueError, match=r"lengths=\[10\] .*rate=0.8 \(was 0.7\)") as caught:
+        Run.resume(toy.Config(rate=0.8, lengths=(10,)), path)
+    assert "fail=" not in str(caught.value)
 
 
 def test_an_interrupt_says_how_to_resume(toy, tmp_path):
-    stopped = toy(DIE_AFTER="1", DIE_BY=str(signal.SIGINT.value))
+    stopped = start(tmp_path, DIE_AFTER="1", DIE_BY=str(signal.SIGINT.value))
     assert stopped.returncode == 130 and "Traceback" not in stopped.stderr
-    assert f"1 finished cells are kept, go on with: python -m experiments.toy --resume "\
-        f"{only_run(tmp_path)}" in stopped.stderr  # fmt: skip
+    advice = f"go on with: python -m experiments.toy --resume {only_run(tmp_path)}"
+    assert f"1 finished cells are kept, {advice}" in stopped.stderr
 
 
-def test_an_expected_error_is_one_line(toy):
-    failed = toy("--fail", "budget=3 must be\n at least window=4.")
-    assert failed.returncode == 1 and failed.stderr.count("\n") == 1
-    assert failed.stderr.startswith("error: budget=3 must be at least window=4. (")
-    shown = toy("--fail", "budget=3", KVJAX_TRACEBACK="1")
-    assert shown.returncode == 1 and "Traceback" in shown.stderr
+def test_an_expected_error_is_one_line(toy, tmp_path, capsys, monkeypatch):
+    args = ["--runs-dir", str(tmp_path), "--fail", "budget=3 must be\n at least window=4."]
+    with pytest.raises(SystemExit) as stopped:
+        main(toy.Config, toy.run, args)
+    shown = capsys.readouterr().err
+    assert stopped.value.code == 1 and shown.count("\n") == 1
+    assert shown.startswith("error: budget=3 must be at least window=4. (")
+    monkeypatch.setenv("KVJAX_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="budget=3"):
+        main(toy.Config, toy.run, args)
 
 
 def run_main(args, function=lambda config, run: None):

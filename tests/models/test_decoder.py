@@ -11,8 +11,19 @@ from models import decoder, weights
 from models.config import Config
 from tests.models import tiny
 
-INIT = jax.jit(decoder.init, static_argnums=(0, 2))
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tiny.json").read_text())
+
+
+def random_params(config, seed, dtype=jnp.float32):
+    """The layout of `init`, filled by numpy: nothing to compile."""
+    draw = np.random.RandomState(seed)
+    layout = jax.eval_shape(lambda k: decoder.init(config, k, dtype), jax.random.key(0))
+
+    def fill(leaf):
+        noise = draw.normal(size=leaf.shape) * leaf.shape[0] ** -0.5
+        return jnp.asarray(noise if len(leaf.shape) == 2 else 1.0 + 0.1 * noise, leaf.dtype)
+
+    return jax.tree.map(fill, layout)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -40,7 +51,7 @@ def test_windows_are_per_layer():
 
 def test_blocks_of_all_layers_share_one_trace():
     config = Config.from_hf(tiny.CONFIGS["qwen3_tied_wide_heads"] | {"num_hidden_layers": 4})
-    params = INIT(config, jax.random.key(0), jnp.float32)
+    params = random_params(config, 0)
     model = decoder.model(config)
     traces = []
 
@@ -58,7 +69,7 @@ def test_blocks_of_all_layers_share_one_trace():
 
 def test_attend_gets_unrotated_heads_first_and_the_layer_number():
     config = Config.from_hf(tiny.CONFIGS["mistral_window_wide_heads"])
-    params = INIT(config, jax.random.key(0), jnp.float32)
+    params = random_params(config, 0)
     seen = []
 
     def attend(layer, q, k, v, state):
@@ -79,25 +90,34 @@ def test_attend_gets_unrotated_heads_first_and_the_layer_number():
         decoder.forward(params, config, same, attend, (0,))
 
 
-def test_tied_head_equals_its_transposed_copy_and_init_has_the_layout():
+def test_layout_and_tied_head_equals_its_transposed_copy():
     for name in ("llama_mha_bias", "qwen3_tied_wide_heads"):
         config = Config.from_hf(tiny.CONFIGS[name])
-        params = INIT(config, jax.random.key(1), jnp.bfloat16)
+        params = random_params(config, 1, jnp.bfloat16)
         shapes = decoder.layer_shapes(config)
         assert [{k: v.shape for k, v in p.items()} for p in params["layers"]] == [shapes] * 2
         assert params["layers"][0]["qkv"].dtype == jnp.bfloat16
         assert params["layers"][0]["norm_mlp"].dtype == jnp.float32
         assert ("head" in params) != config.tied
-    x = jax.random.normal(jax.random.key(2), (1, 3, 32), jnp.bfloat16)
+    x = jnp.asarray(np.random.RandomState(2).normal(size=(1, 3, 32)), jnp.bfloat16)
     logits = decoder.head(config, params, x)
     assert logits.dtype == jnp.float32
     copied = decoder.head(config, weights.transposed_head(params), x)
     np.testing.assert_allclose(logits, copied, atol=1e-2)
 
 
-def test_forward_is_differentiable_and_bfloat16_is_close():
-    config = Config.from_hf(tiny.CONFIGS["llama_gqa"])
-    params = INIT(config, jax.random.key(3), jnp.float32)
+def test_init_draws_weights_of_unit_gain():
+    config = Config.from_hf(tiny.CONFIGS["llama_gqa"] | {"num_hidden_layers": 1})
+    params = decoder.init(config, jax.random.key(0))
+    assert params["layers"][0]["down"].std() == pytest.approx(48**-0.5, rel=0.1)
+    assert params["norm"].mean() == pytest.approx(1.0, abs=0.1) and params["norm"].std() > 0
+    assert not np.array_equal(params["head"], params["embedding"].T)
+
+
+def test_forward_is_differentiable_and_bfloat16_is_close(tmp_path):
+    hf = tiny.CONFIGS["llama_gqa"]
+    config = Config.from_hf(hf)
+    _, params = weights.load_hf(tiny.write_hf(tmp_path, hf, tiny.tensors(hf)))
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 2 else x, params)
     full, half = (tiny.logits(config, p, tiny.TOKENS) for p in (params, low))
     assert np.abs(full - half).max() < 0.2 and np.abs(full).max() > 1.0
@@ -113,7 +133,7 @@ def test_forward_is_differentiable_and_bfloat16_is_close():
 
 def test_out_of_vocabulary_pads_do_not_poison():
     config = Config.from_hf(tiny.CONFIGS["llama_gqa"])
-    params = INIT(config, jax.random.key(4), jnp.float32)
+    params = random_params(config, 4)
     x = decoder.embed(config, params, jnp.array([[-1, 0, 63, 64]]))
     assert np.isfinite(x).all()
     assert dataclasses.replace(config, tied=True) != config

@@ -195,6 +195,8 @@ def test_hf_directory_gives_the_same_tokenizer(tmp_path):
     assert loaded.stop_ids == {2, 3, 260} and loaded.bos_id == 0 and not loaded.add_bos
     assert Tokenizer.from_json(loaded.to_json()) == loaded
     assert "torch" not in sys.modules
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {"add_bos_token": True}))
+    assert tokenizer.from_hf(tmp_path).encode("hello", bos=True)[0] == 0
 
 
 def test_hf_directory_without_a_tokenizer(tmp_path):
