@@ -189,6 +189,10 @@ class Run:
         for row in self.rows:
             self._log(row)
 
+    def log(self, tag: str, value: float, step: int) -> None:
+        """Write one scalar to TensorBoard, for what is made of several rows."""
+        self._events.scalar(tag, value, step)
+
     def save_figure(self, name: str, figure: Figure) -> Path:
         """Write a matplotlib figure as `<name>.png` and as the TensorBoard image `plots/<name>`."""
         file = self.path / f"{name}.png"

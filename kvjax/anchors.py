@@ -101,9 +101,7 @@ class AnchorBody:
         """Attention of rotated queries [B, N, T, H] over coded tokens and window."""
         k, v, where = self._window()
         near = dense_partial(q, k, v, visible(positions, where))
-        far = anchor_decode(
-            q, self.coded(), widths=self.widths, rope=self.rope, impl=self.impl
-        )
+        far = anchor_decode(q, self.coded(), widths=self.widths, rope=self.rope, impl=self.impl)
         return merge(Partial(*far), near)
 
     def materialize(self) -> tuple[Array, Array, Array]:
@@ -227,8 +225,7 @@ def choose(utilities: Array, counts: list[Array], capacities: list[tuple[int, in
             )
             start = end
     return [
-        jnp.stack([a, b], 1).reshape(batch, 2, heads, tokens)
-        for a, b in zip(*masks, strict=True)
+        jnp.stack([a, b], 1).reshape(batch, 2, heads, tokens) for a, b in zip(*masks, strict=True)
     ]
 
 

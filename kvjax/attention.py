@@ -58,9 +58,7 @@ def dense_partial(
     return Partial(*_partial.dense(q, k, v, mask))
 
 
-def visible(
-    query_positions: Array, key_positions: Array, window: int | None = None
-) -> Array:
+def visible(query_positions: Array, key_positions: Array, window: int | None = None) -> Array:
     """Which keys a query may see: real, not later than it, inside the sliding window.
 
     Args:

@@ -1,4 +1,4 @@
-"""The only loops: prefill, compress, extend, step, generate. A model comes in, never a method's name.
+"""The only loops: prefill, compress, extend, step, generate; no method is named here.
 
 Everything here is jitted a layer or a step at a time. Layers are an unrolled Python loop: prefill
 and compress run one compiled program L times, a decode step is one program over all layers.

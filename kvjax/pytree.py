@@ -17,9 +17,7 @@ ROLES = (BODY, TAIL, METADATA)
 _Class = TypeVar("_Class", bound=type)
 
 
-def array(
-    *axes: str, role: str = BODY, valid: str | None = None, spans: str | None = None
-) -> Any:
+def array(*axes: str, role: str = BODY, valid: str | None = None, spans: str | None = None) -> Any:
     """Declare an array leaf (or a tuple of arrays of one kind).
 
     Args:

@@ -58,9 +58,7 @@ def pack(codes: Array, bits: int) -> Array:
         low = (codes >> shift) & ((1 << part) - 1)
         low = jnp.pad(low, [(0, 0)] * (codes.ndim - 1) + [(0, width * per - size)])
         low = low.reshape(*codes.shape[:-1], per, width)
-        byte = functools.reduce(
-            jnp.bitwise_or, (low[..., i, :] << (i * part) for i in range(per))
-        )
+        byte = functools.reduce(jnp.bitwise_or, (low[..., i, :] << (i * part) for i in range(per)))
         planes.append(byte.astype(jnp.uint8))
     return planes[0] if len(planes) == 1 else jnp.concatenate(planes, -1)
 
@@ -137,7 +135,7 @@ def group_quantize(
     size = x.shape[axis]
     if group < 1 or size % group:
         divisors = [g for g in (16, 20, 32, 40, 64, 128) if size % g == 0]
-        raise ValueError(f"group={group} must divide the {size} entries of axis {axis}: {divisors}.")
+        raise ValueError(f"group={group} must divide axis {axis} of {size}, as {divisors} do.")
     split = x.shape[:axis] + (size // group, group) + x.shape[axis + 1 :]
     groups = x.astype(jnp.float32).reshape(split)
     low, high = groups.min(axis + 1), groups.max(axis + 1)
@@ -198,9 +196,7 @@ def codebook_encode(x: Float[Array, "*shape"], bits: int) -> Array:
     levels = np.asarray(lloyd_max(bits), np.float32)
     edges = (levels[1:] + levels[:-1]) / 2
     if bits <= 4:  # a sum of comparisons vectorises; a search does not
-        return functools.reduce(
-            jnp.add, ((x > float(edge)).astype(jnp.int32) for edge in edges)
-        )
+        return functools.reduce(jnp.add, ((x > float(edge)).astype(jnp.int32) for edge in edges))
     return jnp.searchsorted(jnp.asarray(edges), x.astype(jnp.float32)).astype(jnp.int32)
 
 
@@ -257,7 +253,7 @@ def scale_decode(code: Array) -> Array:
 
 
 def bit_words(mask: Array) -> Array:
-    """Pack a boolean array [..., n] into uint32 words [..., ceil(n / 32)], bit i % 32 of i // 32."""
+    """Pack bool [..., n] into uint32 words [..., ceil(n / 32)]; i is bit i % 32 of i // 32."""
     size = mask.shape[-1]
     words = -(-size // 32)
     bits = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, words * 32 - size)])

@@ -27,7 +27,7 @@ def sink_columns(starts: Array, columns: int, count: int) -> Array:
 def top_columns(
     scores: Float[Array, "B K T"],
     budget: int,
-    starts: Int32[Array, "B"],
+    starts: Int32[Array, " B"],
     protected: Bool[Array, "_ _ T"] | None = None,
 ) -> tuple[Int32[Array, "B K C"], Int32[Array, "B K"]]:
     """The columns of the largest scores, protected ones first, never a pad.

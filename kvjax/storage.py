@@ -65,7 +65,7 @@ class Tail:
 
 
 def write_rows(buffer: Array, x: Array, slots: Array) -> Array:
-    """Write x [B, K, T, ...] to slots i32[B, T] of buffer [B, K, S, ...]; slots >= S are dropped."""
+    """Write x [B, K, T, ...] to slots i32[B, T] of [B, K, S, ...]; slots >= S are dropped."""
 
     def row(buffer, x, at):
         return buffer.at[:, at].set(x.astype(buffer.dtype), mode="drop")
@@ -138,8 +138,43 @@ class BodyTail:
     def materialize(self) -> tuple[Array, Array, Array]:
         """What step attends to, dense. See `types.LayerCache.materialize`."""
         body, tail = self.body.materialize(), self.tail.materialize()
-        k, v = (jnp.concatenate([a.astype(b.dtype), b], 2) for a, b in zip(body[:2], tail[:2]))
+        k, v = (
+            jnp.concatenate([a, b.astype(jnp.promote_types(a.dtype, b.dtype))], 2)
+            for a, b in zip(body[:2], tail[:2], strict=True)
+        )
         return k, v, jnp.concatenate([body[2], tail[2]], 2)
+
+
+@pytree
+class Dense:
+    """A materialised cache: what any method attends to, as plain arrays of one shape."""
+
+    k: Array = array("batch", "kv_head", "slot", "head_dim")  # [B, K, S, H], rotated
+    v: Array = array("batch", "kv_head", "slot", "head_dim")  # [B, K, S, H]
+    positions: Array = array("batch", "kv_head", "slot", role=METADATA)  # i32, -1 = empty
+    window: int | None = static(None)
+
+    @classmethod
+    def of(cls, cache: Any, slots: int, window: int | None = None) -> Self:
+        """The materialised view of a cache's prompt in `slots` slots (float32, so that it holds
+        every storage exactly).
+
+        Raises:
+            ValueError: if the cache holds more slots than that.
+        """
+        k, v, positions = getattr(cache, "body", cache).materialize()
+        extra = slots - k.shape[2]
+        if extra < 0:
+            raise ValueError(f"slots={slots} must be at least the cache's {k.shape[2]}.")
+        room = ((0, 0), (0, 0), (0, extra), (0, 0))
+        k, v = (jnp.pad(x.astype(jnp.float32), room) for x in (k, v))
+        positions = jnp.pad(positions, room[:3], constant_values=-1)
+        return cls(k, v, positions, window=window)
+
+    def attend(self, q: Array, positions: Array) -> Partial:
+        """Attention of rotated queries [B, N, T, H] over the view."""
+        mask = visible(positions, self.positions, self.window)
+        return dense_partial(q, self.k, self.v, mask)
 
 
 def left_align(x: Array, starts: Array) -> Array:
@@ -149,7 +184,7 @@ def left_align(x: Array, starts: Array) -> Array:
 
 def position_dtype(columns: int) -> jnp.dtype:
     """The smallest unsigned type that holds the positions of a prompt of `columns` tokens."""
-    return jnp.dtype(jnp.uint16) if columns <= 65535 else jnp.dtype(jnp.int32)
+    return jnp.dtype(jnp.uint16) if columns <= 65536 else jnp.dtype(jnp.int32)
 
 
 def keep(prompt: PromptKV, columns: Array, lengths: Array, info: LayerInfo, impl: str) -> BodyTail:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.types import Model
-from models import checkpoint, decoder, weights
+from models import checkpoint, decoder, tiny, weights
 from models import tokenizer as tokenizers
 from models.config import Config
 from models.tokenizer import Tokenizer
@@ -71,7 +71,8 @@ def load(
 
     Args:
         source: None for the default model, SmolLM2-135M-Instruct; or the path of a .gguf file, the
-            path of a Hugging Face directory, or a hub id such as "org/name".
+            path of a Hugging Face directory, or a hub id such as "org/name"; or "tiny", random
+            weights for a dry run.
         dtype: of the weights; None is float32 on CPU, where bfloat16 is slow, else bfloat16.
         cache_dir: None is $KVJAX_CACHE, else the user's cache directory / kvjax.
         num_tokens: longest sequence to be served, in tokens; only rope type "dynamic" reads it.
@@ -86,6 +87,10 @@ def load(
     cache = Path(cache_dir) if cache_dir is not None else cache_directory()
     on_cpu = jax.default_backend() == "cpu"
     dtype = np.dtype(dtype if dtype is not None else jnp.float32 if on_cpu else jnp.bfloat16)
+    if source == tiny.NAME:
+        made = tiny.config(), tiny.params(dtype), tiny.tokenizer()
+        model = decoder.model(made[0], num_tokens)
+        return Loaded(model, made[1], made[2], made[0], tiny.NAME, "random weights of key 0")
     found = _resolve(source, cache)
     key = f"{_CONVERTED_VERSION}|{found.path.name}|{found.revision}|{dtype.name}"
     folder = cache / "converted" / hashlib.sha256(key.encode()).hexdigest()[:24]

@@ -10,10 +10,9 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import anchors, quant, scores, select
-from kvjax.anchors import KEYS, AnchorBody
+from kvjax.anchors import AnchorBody
 from kvjax.pallas.anchor_assign.api import anchor_assign
 from kvjax.pallas.anchor_decode.api import Widths
-from kvjax.pallas.anchor_decode.xla import dense_anchors
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
 from kvjax.rope import rotate
@@ -113,7 +112,9 @@ class AnchorKV:
     def _smallest_theta(self, shape: PromptShape) -> float:
         n, least = np.array([shape.num_tokens]), dataclasses.replace(self, theta=0.0)
         method = least._with_sizes(shape, smallest=True)
-        return float(method._base_bytes(n, shape)[0]) / shape.full_bytes
+        base = float(method._base_bytes(n, shape)[0])
+        theta = base / shape.full_bytes
+        return theta if theta * shape.full_bytes >= base else math.nextafter(theta, math.inf)
 
     def resolve(self, shape: PromptShape) -> Self:
         """Fix every static size for prompts of up to `shape.num_tokens` tokens.
@@ -137,7 +138,7 @@ class AnchorKV:
             raise ValueError(
                 f"theta={self.theta:.4g} cannot pay for the anchors and coefficients of"
                 f" {shape.num_tokens} tokens: the smallest that can is"
-                f" {math.ceil(self._smallest_theta(shape) * 1e4) / 1e4:.4g}."
+                f" {math.ceil(self._smallest_theta(shape) * 1e4) / 1e4:g}."
             )
         return method
 
@@ -163,7 +164,7 @@ class AnchorKV:
             if extra < 1:
                 raise ValueError(
                     f"{n} tokens give {n // self.anchor_every} anchors, no more than the window of"
-                    f" {window}: this preset needs {(window + 1) * self.anchor_every} tokens or more."
+                    f" {window}: this preset needs {(window + 1) * self.anchor_every} tokens."
                 )
         elif self.extra_anchors is not None:
             extra = self.extra_anchors
@@ -175,10 +176,14 @@ class AnchorKV:
             extra = int(min(max(share // 8 * 8, 8), 256))
         extra = min(extra, max(n - window, 0))
         method = dataclasses.replace(
-            self, window=window, extra_anchors=extra, anchor_every=None, bits=self.bits[:1]
+            self, window=window, extra_anchors=extra, anchor_every=None, bits=self.bits[:2]
         )
         if smallest:
-            return dataclasses.replace(method, bits=self.bits[:2])
+            return method
+        if self.anchor_every is None and self.extra_anchors is None:
+            while method.extra_anchors > 8 and method._free_bytes(shape) < 0:
+                fewer = max(method.extra_anchors - 8, 8)
+                method = dataclasses.replace(method, extra_anchors=fewer)
         return method._with_widths(shape, self.bits)
 
     def _with_widths(self, shape: PromptShape, ladder: tuple[int, ...]) -> Self:
@@ -316,9 +321,7 @@ class AnchorKV:
         packed, spread, gamma = self._store_gamma(gamma, coded)
         chosen = jnp.take_along_axis(near, index[..., None], 3) * gamma[..., None]
         rotated = _aligned(prompt.k, prompt.starts, capacity)
-        useful = anchors.utility(
-            x, chosen, rotated, seen, lengths, info.rope, self.attention_floor
-        )
+        useful = anchors.utility(x, chosen, rotated, seen, lengths, info.rope, self.attention_floor)
         useful = jnp.nan_to_num(jnp.where(coded, useful, -1.0), nan=0.0, posinf=3e38, neginf=-1.0)
         if self.storage == "plain":
             at = jnp.broadcast_to(positions[:, None], (batch, 2, heads, extra))
@@ -327,14 +330,16 @@ class AnchorKV:
 
         lean = self.storage == "lean"
         index_bits = self._index_bits() if lean else 0
-        small = jnp.uint8 if extra + window <= 256 else jnp.uint16
+        small = jnp.uint8 if self.extra_anchors + self.window <= 256 else jnp.uint16
         index = jnp.where(coded, index, 0)
         body = AnchorBody(
             **stored, positions=None if lean else self._positions(positions, lengths, window),
             index=quant.pack(index, index_bits) if lean else index.astype(small),
             gamma=packed, gamma_range=spread, **residuals, lengths=lengths,
             capacity=capacity, window_size=window,
-            widths=Widths(index_bits, self.gamma_bits if lean else 0, self.bits, self.rotation_seed),
+            widths=Widths(
+                index_bits, self.gamma_bits if lean else 0, self.bits, self.rotation_seed
+            ),
             rope=info.rope, impl=self.impl,
         )  # fmt: skip
         return BodyTail(body, Tail.empty(prompt.k, info.reserve), rope=info.rope)

@@ -36,8 +36,6 @@ class Full:
         batch, heads, total, _ = prompt.k.shape
         lengths = jnp.broadcast_to((total - prompt.starts)[:, None], (batch, heads))
         k, v = (left_align(x, prompt.starts) for x in (prompt.k, prompt.v))
-        body = Pooled(
-            k, v, None, lengths.astype(jnp.int32), window=info.window, impl=self.impl
-        )
+        body = Pooled(k, v, None, lengths.astype(jnp.int32), window=info.window, impl=self.impl)
         tail = Tail.empty(prompt.k, info.reserve)
         return BodyTail(body, tail, rope=info.rope, window=info.window)

@@ -17,6 +17,8 @@ from kvjax.rope import Rope, rotate
 from kvjax.storage import left_align, write_rows
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
+_GROUPS = {"valid": "k_folded", "spans": "capacity"}
+
 
 @pytree
 class KIVICache:
@@ -29,8 +31,8 @@ class KIVICache:
     """
 
     k_codes: Array = array("batch", "kv_head", "slot", "byte", valid="k_folded")
-    k_scale: Array = array("batch", "kv_head", "slot", "head_dim", valid="k_folded", spans="capacity")
-    k_zero: Array = array("batch", "kv_head", "slot", "head_dim", valid="k_folded", spans="capacity")
+    k_scale: Array = array("batch", "kv_head", "slot", "head_dim", **_GROUPS)
+    k_zero: Array = array("batch", "kv_head", "slot", "head_dim", **_GROUPS)
     v_codes: Array = array("batch", "kv_head", "slot", "byte", valid="v_folded")
     v_scale: Array = array("batch", "kv_head", "slot", "group", valid="v_folded")
     v_zero: Array = array("batch", "kv_head", "slot", "group", valid="v_folded")
@@ -168,10 +170,9 @@ class KIVICache:
         batch, heads, capacity, _ = self.v_codes.shape
         index = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
         ring = index % (2 * self.residual)
-        k = jnp.where(_rows(index < self.k_folded[:, None]), self._keys(index), _take(self.k_ring, ring))
-        v = jnp.where(
-            _rows(index < self.v_folded[:, None]), self._values(index), _take(self.v_ring, ring)
-        )
+        old_k, old_v = (_rows(index < n[:, None]) for n in (self.k_folded, self.v_folded))
+        k = jnp.where(old_k, self._keys(index), _take(self.k_ring, ring))
+        v = jnp.where(old_v, self._values(index), _take(self.v_ring, ring))
         positions = jnp.where(index < self.lengths[:, None], index, -1)
         return k, v, jnp.broadcast_to(positions[:, None], (batch, heads, capacity))
 
@@ -227,7 +228,7 @@ class KIVI:
 
     def points(self) -> list[Self]:
         """The settings that trade bytes for quality, most bytes first (group and R as set)."""
-        return [dataclasses.replace(self, k_bits=b, v_bits=b) for b in (8, 4, 3, 2, 1)]
+        return [dataclasses.replace(self, k_bits=b, v_bits=b) for b in (8, 4, 2)]
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> KIVICache:
         """Code the old tokens, keep the recent ones.

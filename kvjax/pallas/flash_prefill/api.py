@@ -20,7 +20,7 @@ def flash_prefill(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
-    starts: Int32[Array, "B"],
+    starts: Int32[Array, " B"],
     *,
     window: int | None = None,
     impl: str = "auto",

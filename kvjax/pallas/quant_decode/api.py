@@ -24,7 +24,7 @@ def quant_decode(
     v_codes: UInt8[Array, "B K SV PV"],
     v_scale: Float16[Array, "B K SV GV"],
     v_zero: Float16[Array, "B K SV GV"],
-    lengths: Int32[Array, "B"],
+    lengths: Int32[Array, " B"],
     *,
     k_bits: int,
     v_bits: int,

@@ -1,0 +1,163 @@
+"""Quality of a compressed prompt by teacher forcing: one continuation, the same for every method.
+
+The continuation (a question and its gold answer, or the text that follows) goes through the model
+in one extend over the *materialised view* of a cache: by law 1 the same numbers as its packed
+form, at dense speed, and one compiled program for all methods of a shape. Bytes and speed are never
+measured here.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax import metrics
+from kvjax.attention import dense_partial, finish, merge, visible
+from kvjax.rope import rotate
+from kvjax.storage import Dense
+from kvjax.types import Model
+
+
+class Forced(NamedTuple):
+    """What a teacher-forced continuation of T tokens leaves."""
+
+    logits: Array  # f32[B, T, V], after each token
+    queries: tuple[Array, ...]  # a layer: [B, N, T, H], rotated
+    outputs: tuple[Array, ...]  # a layer: f32[B, N, T, H], attention over the prompt alone
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _view(cache: Any, slots: int, window: int | None) -> Dense:
+    return Dense.of(cache, slots, window)
+
+
+def view(caches: Sequence[Any], model: Model, slots: int) -> tuple[Dense, ...]:
+    """The materialised view of every layer, in the same number of slots.
+
+    Args:
+        caches: a cache a layer, right after compress.
+        model: the decoder.
+        slots: at least what any of the caches holds; equal slots share one program.
+    """
+    pairs = zip(caches, model.windows, strict=True)
+    return tuple(_view(cache, slots, window) for cache, window in pairs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def force(
+    model: Model, params: Any, views: tuple[Dense, ...], tokens: Array, positions: Array
+) -> Forced:
+    """Run a continuation over the views.
+
+    Args:
+        model: the decoder.
+        params: its weights.
+        views: of `view`.
+        tokens: i32[B, T], right-padded.
+        positions: i32[B, T], -1 for pads.
+
+    Returns:
+        Logits, and the layers' queries and outputs over the prompt.
+    """
+    queries, outputs = [], []
+
+    def attend(q, k, v, state):
+        body, window = state
+        dtype = q.dtype
+        q, k = rotate(model.rope, q, positions), rotate(model.rope, k, positions)
+        far = body.attend(q, positions)
+        near = dense_partial(q, k, v, visible(positions, positions, window))
+        queries.append(q)
+        outputs.append(finish(far))
+        return finish(merge(far, near)).astype(dtype), None
+
+    x = model.embed(model.config, params, tokens)
+    layers = zip(params["layers"], views, model.windows, strict=True)
+    for layer, body, window in layers:
+        x, _ = model.block(model.config, layer, x, attend, (body, window))
+    return Forced(model.head(model.config, params, x), tuple(queries), tuple(outputs))
+
+
+@jax.jit
+def _error(view: Dense, q: Array, reference: Array, positions: Array) -> Array:
+    out = finish(view.attend(q, positions))
+    real = (positions >= 0)[:, None, :, None]
+    difference = jnp.where(real, jnp.square(out - reference), 0.0).sum((1, 2, 3))
+    total = jnp.where(real, jnp.square(reference), 0.0).sum((1, 2, 3))
+    return jnp.sqrt(difference / jnp.maximum(total, 1e-30))
+
+
+def output_errors(views: Sequence[Dense], full: Forced, positions: Array) -> np.ndarray:
+    """Relative root-mean-square error of each layer's attention output over the prompt.
+
+    The queries are the full cache's own, so that a layer's error is not its predecessors'.
+
+    Returns:
+        f64[B, L].
+    """
+    layers = zip(views, full.queries, full.outputs, strict=True)
+    errors = [_error(view, q, out, positions) for view, q, out in layers]
+    return np.stack([np.asarray(e, np.float64) for e in errors], 1)
+
+
+class Quality(NamedTuple):
+    """Metrics of one continuation against the full cache: f32[B] each."""
+
+    nll: Array  # mean negative log-likelihood of the continuation, nats a token
+    kl: Array  # mean KL(full || compressed), nats a token
+    top5_overlap: Array  # mean share of the five likeliest tokens in common
+    top1_agreement: Array  # mean share of equal likeliest tokens
+    first_divergence: Array  # i32, first token whose likeliest differs; T if none
+    answer_nll: Array  # mean negative log-likelihood of the gold answer, nats a token
+    token_match: Array  # share of the answer's tokens that are the likeliest
+    exact: Array  # 1 if all are
+
+
+@jax.jit
+def quality(
+    full_logits: Array, logits: Array, tokens: Array, positions: Array, answer_starts: Array
+) -> Quality:
+    """Compare a compressed run with the full cache's on the same continuation.
+
+    Args:
+        full_logits: f32[B, T, V].
+        logits: f32[B, T, V].
+        tokens: i32[B, T]; token i + 1 is the target of logits i.
+        positions: i32[B, T], -1 for pads.
+        answer_starts: i32[B], column of the answer's first token, >= 1; T where there is none.
+
+    Returns:
+        Metrics of each row, over targets 1 .. T - 1.
+    """
+    targets, real = tokens[:, 1:], positions[:, 1:] >= 0
+    full_logits, logits = full_logits[:, :-1], logits[:, :-1]
+    column = jnp.arange(1, tokens.shape[1], dtype=jnp.int32)[None]
+    answer = real & (column >= answer_starts[:, None])
+    loss = metrics.nll(logits, targets)
+    likeliest, reference = logits.argmax(-1), full_logits.argmax(-1)
+    hit = likeliest == targets
+
+    def mean(x, mask):
+        return metrics.masked_mean(x.astype(jnp.float32), mask, axis=-1)
+
+    return Quality(
+        mean(loss, real),
+        mean(metrics.kl_divergence(full_logits, logits), real),
+        mean(metrics.top_k_overlap(full_logits, logits), real),
+        mean(likeliest == reference, real),
+        metrics.first_divergence(reference, likeliest, real),
+        mean(loss, answer),
+        mean(hit, answer),
+        (hit | ~answer).all(-1).astype(jnp.float32),
+    )
+
+
+def continuation_positions(lengths: np.ndarray, new: Sequence[int], width: int) -> Array:
+    """Positions i32[B, width] of `new` tokens a row after prompts of `lengths`, -1 = pad."""
+    column = np.arange(width)[None]
+    positions = np.where(column < np.asarray(new)[:, None], lengths[:, None] + column, -1)
+    return jnp.asarray(positions, jnp.int32)
