@@ -87,7 +87,7 @@ def live_bytes(caches: Any) -> LiveBytes:
         int64 [B] by role.
     """
     total: dict[str, Any] = dict.fromkeys(ROLES, np.int64(0))
-    for leaf in walk(caches):
+    for leaf in walk(caches, counts=True):
         total[leaf.role] = total[leaf.role] + _live(leaf)
     return LiveBytes(total[BODY], total[TAIL], total[METADATA])
 
@@ -102,7 +102,7 @@ def components(caches: Any) -> dict[str, dict[str, int]]:
         {path: {"role", "allocated", "live"}}.
     """
     rows: dict[str, dict] = defaultdict(dict)
-    for leaf in walk(caches):
+    for leaf in walk(caches, counts=True):
         rows[leaf.path.lstrip(".")] = {
             "role": leaf.role,
             "allocated": _size(leaf),

@@ -26,7 +26,7 @@ class AnchorBody:
     """The compressed prompt of one layer.
 
     Invariants: C is a multiple of 32, at least the longest row less the window. Anchors come first,
-    the W window tokens last (inside `anchors` when `window` is None: plain storage). `words`,
+    the W window tokens last (inside `anchors` when `window` is None). `words`,
     `prefix`, `codes` and `scales` hold one array a residual width; slots are in the order (side,
     KV head, token), those past the row's count are zero.
     """
@@ -91,7 +91,12 @@ class AnchorBody:
 
     def _window(self) -> tuple[Array, Array, Array]:
         """Rotated k, v [B, K, W, H] and positions i32[B, W] of the window."""
-        held = self.anchors[..., -self.window_size :, :] if self.window is None else self.window
+        held = self.window
+        if held is None:
+            held = self.anchors[..., -self.window_size :, :]
+            if self.anchor_scales is not None:
+                scale = self.anchor_scales[..., -self.window_size :, None].astype(jnp.float32)
+                held = held.astype(jnp.float32) * scale
         slot = jnp.arange(self.window_size, dtype=jnp.int32)[None]
         positions = self.lengths[:, None] - self.window_size + slot
         positions = jnp.where(positions >= 0, positions, -1)
@@ -182,7 +187,7 @@ def utility(
         return out.reshape(*a.shape[:3], b.shape[2])
 
     def block(first, size):
-        token = jnp.broadcast_to(first + jnp.arange(size, dtype=jnp.int32), (batch, size))
+        token = first + jnp.arange(size, dtype=jnp.int32)
         here = lax.dynamic_slice_in_dim(x, first, size, 3).astype(jnp.float32)
         error = here - lax.dynamic_slice_in_dim(rebuilt, first, size, 3)
         keys = lax.dynamic_slice_in_dim(rotated, first, size, 2).astype(jnp.float32)

@@ -58,12 +58,13 @@ class Leaf(NamedTuple):
     spans: int | None  # tokens that the whole slot axis covers, None = one an entry
 
 
-def walk(tree: Any, path: str = "") -> Iterator[Leaf]:
+def walk(tree: Any, path: str = "", counts: bool = False) -> Iterator[Leaf]:
     """Yield every array of `tree` with its declaration.
 
     Args:
         tree: a @pytree node, or tuples, lists and dicts of them; None is skipped.
         path: prefix of the reported paths.
+        counts: also compute `valid` of each leaf, which takes real arrays; else it is None.
 
     Yields:
         A `Leaf` an array, in declaration order.
@@ -75,11 +76,11 @@ def walk(tree: Any, path: str = "") -> Iterator[Leaf]:
         return
     if isinstance(tree, (list, tuple)):
         for i, child in enumerate(tree):
-            yield from walk(child, f"{path}[{i}]")
+            yield from walk(child, f"{path}[{i}]", counts)
         return
     if isinstance(tree, dict):
         for key, child in tree.items():
-            yield from walk(child, f"{path}.{key}")
+            yield from walk(child, f"{path}.{key}", counts)
         return
     if not dataclasses.is_dataclass(tree):
         raise TypeError(f"{path or 'tree'} is a {type(tree).__name__}: not a declared array.")
@@ -89,9 +90,9 @@ def walk(tree: Any, path: str = "") -> Iterator[Leaf]:
             continue
         child, where = getattr(tree, field.name), f"{path}.{field.name}"
         if "axes" not in meta:
-            yield from walk(child, where)
+            yield from walk(child, where, counts)
         elif child is not None:
-            valid = getattr(tree, meta["valid"]) if meta["valid"] else None
+            valid = getattr(tree, meta["valid"]) if counts and meta["valid"] else None
             spans = getattr(tree, meta["spans"]) if meta["spans"] else None
             declared = (meta["axes"], meta["role"])
             if not isinstance(child, tuple):

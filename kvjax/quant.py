@@ -160,6 +160,13 @@ def group_dequantize(codes: Array, scale: Array, zero: Array, axis: int = -1) ->
     return (codes.reshape(split).astype(jnp.float32) * step + offset).reshape(codes.shape)
 
 
+def _cells(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mass and first moment of a unit Gaussian in the cell of each level."""
+    edges = np.concatenate([[-40.0], (levels[1:] + levels[:-1]) / 2, [40.0]])
+    density = np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
+    return np.diff(np.vectorize(NormalDist().cdf)(edges)), -np.diff(density)
+
+
 @functools.cache
 def lloyd_max(bits: int) -> tuple[float, ...]:
     """Levels of the scalar quantizer of a unit Gaussian with the least mean square error.
@@ -173,15 +180,12 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
     Source: Lloyd, "Least squares quantization in PCM" (1982); Max (1960), table I.
     """
     _check_bits(bits, 8)
-    gauss, count = NormalDist(), 2**bits
+    count, gauss = 2**bits, NormalDist()
     # Companding start (point density ~ p^(1/3)), then fixed-point iterations of both conditions.
     levels = np.array([gauss.inv_cdf((i + 0.5) / count) * math.sqrt(3) for i in range(count)])
-    cdf = np.vectorize(gauss.cdf)
     for _ in range(3000 if bits <= 4 else 300):
-        edges = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-        density = np.exp(-np.minimum(edges**2, 1e4) / 2) / math.sqrt(2 * math.pi)
-        mass = np.diff(cdf(np.clip(edges, -38, 38)))
-        new = -np.diff(density) / np.maximum(mass, 1e-300)
+        mass, moment = _cells(levels)
+        new = moment / np.maximum(mass, 1e-300)
         new = (new - new[::-1]) / 2
         done = np.abs(new - levels).max() < 1e-9
         levels = new
@@ -190,20 +194,51 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
     return tuple(float(level) for level in levels)
 
 
+@functools.cache
+def _equal_step(bits: int) -> float:
+    """Step of the equally spaced levels with the least mean square error for a unit Gaussian."""
+    unit = np.arange(2**bits) - (2**bits - 1) / 2
+
+    def error(step: float) -> float:
+        mass, moment = _cells(unit * step)
+        return float((unit * step) ** 2 @ mass - 2 * (unit * step) @ moment)
+
+    low, high = 1.0 / 2**bits, 12.0 / 2**bits
+    for _ in range(60):
+        a, b = low + 0.382 * (high - low), low + 0.618 * (high - low)
+        low, high = (low, b) if error(a) < error(b) else (a, high)
+    return (low + high) / 2
+
+
+@functools.cache
+def codebook(bits: int) -> tuple[float, ...]:
+    """Levels for unit Gaussian coordinates: Lloyd-Max up to 4 bits, equally spaced above.
+
+    From 5 bits on equal steps cost little (8 bits: a relative error of 1.0 % for 0.6 %) and turn
+    coding into a rounding.
+    """
+    _check_bits(bits, 8)
+    if bits <= 4:
+        return lloyd_max(bits)
+    return tuple((i - (2**bits - 1) / 2) * _equal_step(bits) for i in range(2**bits))
+
+
 @typed
 def codebook_encode(x: Float[Array, "*shape"], bits: int) -> Array:
-    """Index of the nearest level of `lloyd_max(bits)`: int32 of x's shape."""
+    """Index of the nearest level of `codebook(bits)`: int32 of x's shape."""
+    if bits > 4:
+        code = jnp.round(x.astype(jnp.float32) / _equal_step(bits) + (2**bits - 1) / 2)
+        return jnp.clip(code, 0, 2**bits - 1).astype(jnp.int32)
     levels = np.asarray(lloyd_max(bits), np.float32)
-    edges = (levels[1:] + levels[:-1]) / 2
-    if bits <= 4:  # a sum of comparisons vectorises; a search does not
-        return functools.reduce(jnp.add, ((x > float(edge)).astype(jnp.int32) for edge in edges))
-    return jnp.searchsorted(jnp.asarray(edges), x.astype(jnp.float32)).astype(jnp.int32)
+    edges = (levels[1:] + levels[:-1]) / 2  # a sum of comparisons vectorises, a search does not
+    return functools.reduce(jnp.add, ((x > float(edge)).astype(jnp.int32) for edge in edges))
 
 
 def codebook_decode(codes: Array, bits: int) -> Array:
     """Level of each code, float32 of the codes' shape."""
-    levels = jnp.asarray(lloyd_max(bits), jnp.float32)
-    return levels[codes]
+    if bits > 4:
+        return (codes.astype(jnp.float32) - (2**bits - 1) / 2) * _equal_step(bits)
+    return jnp.asarray(lloyd_max(bits), jnp.float32)[codes]
 
 
 @functools.cache

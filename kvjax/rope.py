@@ -201,7 +201,7 @@ def rotate(rope: Rope, x: Array, positions: Array) -> Array:
     Returns:
         The rotated x, of x's shape and dtype.
     """
-    return _apply(x, *tables(rope, _per_head(positions, x)))
+    return rotate_with(*tables(rope, _per_head(positions, x)), x)
 
 
 def unrotate(rope: Rope, x: Array, positions: Array) -> Array:
@@ -217,7 +217,7 @@ def unrotate(rope: Rope, x: Array, positions: Array) -> Array:
     """
     cos, sin = tables(rope, _per_head(positions, x))
     square = rope.attention_scaling**2
-    return _apply(x, cos / square, -sin / square)
+    return rotate_with(cos / square, -sin / square, x)
 
 
 def _per_head(positions: Array, x: Array) -> Array:
@@ -234,7 +234,8 @@ def _per_head(positions: Array, x: Array) -> Array:
     )
 
 
-def _apply(x: Array, cos: Array, sin: Array) -> Array:
+def rotate_with(cos: Array, sin: Array, x: Array) -> Array:
+    """Rotate x [..., H] by rows [..., R/2] of `tables`; of x's shape and dtype."""
     half = cos.shape[-1]
     if 2 * half > x.shape[-1]:
         raise ValueError(f"x has head_dim {x.shape[-1]}; the rope rotates {2 * half} dimensions.")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import accounting, decode, registry, select
+from kvjax import accounting, decode, registry, select, sharding
 from kvjax.attention import attend_dense
 from kvjax.methods.full import Full
 from kvjax.pytree import walk
@@ -19,7 +19,7 @@ from kvjax.types import PromptKV
 from models import decoder
 from models.config import Config
 from tests import prompts
-from tests.prompts import Shape, compress, step
+from tests.prompts import Shape, compress, fast_jit, step
 
 CASES = prompts.cases()
 # Pairwise: head dim 16/64/80/96/128, MHA, GQA 2/3/4/8, MQA, one to three ragged rows, two dtypes.
@@ -37,35 +37,32 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 RAGGED = Shape(64, 4, 2, (70, 96))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def compress_and_step(method, prompt, layer, dtype, q, k, v, positions):
-    """A cache, an output, the cache after it, and dense attention over that one."""
-    cache = method.compress(prompt, layer)
-    out, after = cache.step(q, k, v, positions)
-    dense_k, dense_v, where = after.materialize()
-    turned = rotate(layer.rope, q, positions).astype(jnp.float32)
-    want = attend_dense(
-        turned, dense_k.astype(jnp.float32), dense_v.astype(jnp.float32), positions, where
-    )
-    return cache, out, after, want, where
+@functools.partial(fast_jit, static_argnums=0)
+def dense(rope, cache, q, positions):
+    """Dense attention over the materialised cache, and the positions it holds."""
+    k, v, where = cache.materialize()
+    q, k, v = (x.astype(jnp.float32) for x in (rotate(rope, q, positions), k, v))
+    return attend_dense(q, k, v, positions, where), where
 
 
 @functools.cache
 def built(case: str, shape: Shape, seed: int = 0):
-    method = prompts.setting(case, shape.row)
-    inputs = prompts.step_inputs(shape, 3)
+    method, layer = prompts.setting(case, shape.row), prompts.info(shape)
+    q, k, v, positions = prompts.step_inputs(shape, 3)
     # a pad at the end of the last row: never attended, its output zero
-    inputs = (*inputs[:3], inputs[3].at[-1, -1].set(-1))
-    prompt, layer = prompts.prompt(shape, seed), prompts.info(shape)
-    return method, inputs, *compress_and_step(method, prompt, layer, shape.dtype, *inputs)
+    inputs = q, k, v, positions.at[-1, -1].set(-1)
+    cache = compress(method, prompts.prompt(shape, seed), layer)
+    out, after = step(cache, *inputs)
+    return method, inputs, cache, out, after, *dense(layer.rope, after, q, inputs[3])
 
 
 def check_step(case, shape, seed=0):
     _, (_, _, _, positions), _, out, _, want, where = built(case, shape, seed)
     out, want = np.asarray(out, np.float32), np.asarray(want)
     assert np.isfinite(out).all()
-    np.testing.assert_allclose(out, want, atol=TOLERANCE[shape.dtype], rtol=0)
-    assert np.abs(want).max() > 0.05  # the comparison means something
+    size = np.abs(want).max()
+    assert size > 0.05  # the comparison means something
+    np.testing.assert_allclose(out, want, atol=TOLERANCE[shape.dtype] * max(size, 1.0), rtol=0)
     assert (out[-1, :, -1] == 0).all()
     where, positions = np.asarray(where), np.asarray(positions)
     for row in range(len(shape.lengths)):  # the new tokens are there, once each
@@ -163,7 +160,7 @@ def full_outputs(shape: Shape):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1]], ids=str)
 def test_law_5_exact_is_the_full_cache(case, shape):
     method = prompts.base(case)
     inputs, want = full_outputs(shape)
@@ -230,9 +227,9 @@ def test_law_6_tokens_appended_in_any_chunks_end_in_the_same_cache(case):
     method = prompts.setting(case, shape.row)
     every = method.flush_every
     start = compress(method, prompts.prompt(shape), prompts.info(shape))
-    inputs = prompts.step_inputs(shape, 41)
+    inputs = prompts.step_inputs(shape, 37)
     want, results = None, []
-    for sizes in ([1] * 41, [16, 16, 8, 1], [7] * 5 + [5, 1]):
+    for sizes in ([1] * 37, [3] * 12 + [1], [17, 17, 1, 1, 1]):
         out, cache = feed(start, inputs, sizes, every)
         k, v, where = (np.asarray(x) for x in cache.materialize())
         real = (where >= 0)[..., None]
@@ -256,20 +253,15 @@ def test_law_7_rows_reorder_repeat_and_select(case):
         np.testing.assert_allclose(np.asarray(got), np.asarray(out)[rows], atol=1e-6, rtol=0)
 
 
-def sharding_module():
-    return pytest.importorskip("kvjax.sharding", reason="kvjax.sharding is not written yet")
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_law_7_sharded_is_unsharded(case):
-    sharding = sharding_module()
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = sharding.make_mesh(data=2, model=4)
     shape = Shape(16, 8, 4, (70, 64))
     method, layer = prompts.setting(case, shape.row), prompts.info(shape)
     prompt, inputs = prompts.prompt(shape), prompts.step_inputs(shape, 1)
     cache = compress(method, prompt, layer)
     want, after = step(cache, *inputs)
-    placed = jax.device_put(cache, sharding.cache_shardings(mesh, cache))
+    placed = sharding.shard(cache, mesh)
     split = [leaf for leaf in jax.tree.leaves(placed) if not leaf.sharding.is_fully_replicated]
     assert split and all(len(leaf.sharding.device_set) == 8 for leaf in split)
     heads_split = [
@@ -283,19 +275,19 @@ def test_law_7_sharded_is_unsharded(case):
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-5, rtol=0
         )
-    whole = jax.device_put(prompt, sharding.cache_shardings(mesh, prompt))
+    whole = sharding.shard(prompt, mesh)
     got = step(compress(method, whole, layer), *inputs)[0]
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_law_8_a_second_prompt_meets_a_fresh_method(case):
-    long, short = Shape(16, 4, 2, (120,)), Shape(16, 4, 2, (90,))
+    long, short = SHAPES[1], SHAPES[1]._replace(lengths=(80,))
     method = prompts.setting(case, short.row)
     compress(method, prompts.prompt(long), prompts.info(long))
     second = compress(method, prompts.prompt(short, 5), prompts.info(short))
     again = prompts.setting.__wrapped__(case, short.row)
-    fresh = jax.jit(again.compress, static_argnums=1)(prompts.prompt(short, 5), prompts.info(short))
+    fresh = compress(again, prompts.prompt(short, 5), prompts.info(short))
     for a, b in zip(jax.tree.leaves(second), jax.tree.leaves(fresh), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     stored = int(accounting.live_bytes(second).stored[0])
@@ -321,22 +313,17 @@ def degenerate(kind: str, shape: Shape) -> PromptKV:
     return prompts.build(rows, shape)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def degenerate_step(method, prompt, layer, q, k, v, positions):
-    cache = method.compress(prompt, layer)
-    out, after = cache.step(q, k, v, positions)
-    return cache, out, after.materialize()
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_law_10_degenerate_prompts_stay_finite_and_keep_the_recent(case, dtype):
-    shape = Shape(16, 4, 2, (70, 64), dtype)
+    shape = {"float32": SHAPES[1], "bfloat16": SHAPES[4]}[dtype]
     method, layer = prompts.setting(case, shape.row), prompts.info(shape)
-    inputs = prompts.step_inputs(shape, 2)
+    inputs, longest = prompts.step_inputs(shape, 3), int(np.argmax(shape.lengths))
     kinds = ["zero", "constant", "ties", "huge"] + ["largest"] * (dtype == "bfloat16")
     for kind in kinds:
-        cache, out, (k, v, where) = degenerate_step(method, degenerate(kind, shape), layer, *inputs)
+        cache = compress(method, degenerate(kind, shape), layer)
+        out, after = step(cache, *inputs)
+        k, v, where = after.materialize()
         for leaf in jax.tree.leaves((cache, k, v)):
             assert not np.isnan(np.asarray(leaf, np.float32)).any(), kind
         if kind != "largest":  # 3e38 overflows a sum of values in the full cache too
@@ -344,13 +331,14 @@ def test_law_10_degenerate_prompts_stay_finite_and_keep_the_recent(case, dtype):
         where = np.asarray(where)
         if kind in ("zero", "constant"):
             value = 0.0 if kind == "zero" else 0.7
-            old = np.asarray(v, np.float32)[0][(where[0] >= 0) & (where[0] < 70)]
+            old = (where[longest] >= 0) & (where[longest] < shape.row.num_tokens)
+            old = np.asarray(v, np.float32)[longest][old]
             np.testing.assert_allclose(old, value, atol=0.01)
         names = {f.name for f in dataclasses.fields(method)}
         recent = getattr(method, "window", None) or (8 if "sinks" in names else 0)
         for row, length in enumerate(shape.lengths):
             for head in where[row]:
-                assert (np.isin(np.arange(length - recent, length + 2), head)).all(), kind
+                assert (np.isin(np.arange(length - recent, length + 3), head)).all(), kind
                 if "sinks" in names:
                     assert np.isin(np.arange(method.sinks), head).all(), kind
 
@@ -407,14 +395,21 @@ def model_caches(case, multiple=1, method=None):
 
 @functools.cache
 def generated(case):
-    """`generate`'s tokens and logits, for rows of two lengths."""
+    """`generate`'s compiled program: tokens and logits for rows of two lengths, and its text."""
     model, params = tiny()
     method, caches = model_caches(case)
-    result, _ = decode.generate(
-        model, params, caches, prefilled().logits, prefilled().lengths,
-        max_new_tokens=NEW, flush_every=method.flush_every, keep_logits=True,
+    lowered = decode._generate.lower(
+        model, params, caches, prefilled().logits, jnp.asarray(LENGTHS, jnp.int32),
+        jnp.zeros(0, jnp.int32), jax.random.split(jax.random.key(0), 2), jnp.float32(0),
+        jnp.float32(1), limit=NEW, flush_every=method.flush_every, greedy=True, keep_logits=True,
     )  # fmt: skip
-    return np.asarray(result.tokens), np.asarray(result.logits)
+    compiled = lowered.compile({"xla_backend_optimization_level": 0})
+    result, _ = compiled(
+        params, caches, prefilled().logits, jnp.asarray(LENGTHS, jnp.int32),
+        jnp.zeros(0, jnp.int32), jax.random.split(jax.random.key(0), 2), jnp.float32(0),
+        jnp.float32(1),
+    )  # fmt: skip
+    return np.asarray(result.tokens), np.asarray(result.logits), compiled.as_text()
 
 
 def loop(method, caches, logits, positions, steps):
@@ -442,12 +437,13 @@ def test_law_2_and_3_generate_is_a_loop_of_steps_in_place(case):
     big = [leaf for leaf in old if leaf.size >= 2048]
     pointers = {leaf.unsafe_buffer_pointer() for leaf in big}
     tokens, logits, after = loop(method, caches, prefilled().logits, LENGTHS, NEW)
-    assert decode.decode_step._cache_size() - before == 1  # one trace for all steps
+    # one trace for all steps; methods whose caches have one shape share it
+    assert decode.decode_step._cache_size() - before <= 1
     assert all(leaf.is_deleted() for leaf in old)  # donated
     new = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)}
     if method.flush_every is None:
         assert big and pointers <= new  # and reused: nothing was copied
-    want_tokens, want_logits = generated(case)
+    want_tokens, want_logits, _ = generated(case)
     np.testing.assert_array_equal(tokens, want_tokens)
     np.testing.assert_allclose(logits, want_logits, atol=1e-5, rtol=0)
     assert len(set(want_tokens[0].tolist())) > 3
@@ -500,37 +496,25 @@ def floats_carried(hlo: str) -> list[int]:
     return sizes
 
 
-def generate_hlo(method, caches):
-    model, params = tiny()
-    key = jax.vmap(jax.random.key)(jnp.zeros(2, jnp.uint32))
-    lowered = decode._generate.lower(
-        model, params, caches, prefilled().logits, jnp.asarray(LENGTHS, jnp.int32),
-        jnp.zeros(0, jnp.int32), key, jnp.float32(0), jnp.float32(1),
-        limit=8, flush_every=method.flush_every, greedy=True, keep_logits=False,
-    )  # fmt: skip
-    return lowered.compile().as_text()
-
-
-def dense_limit(caches):
+def dense_limit():
     """Elements of one side of the tokens that are no longer recent, dense."""
     return len(LENGTHS) * CONFIG.num_kv_heads * (max(LENGTHS) - 32) * CONFIG.head_dim
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_law_9_no_dense_float_body_in_the_carry_of_generate(case):
-    method, caches = model_caches(case)
-    limit = dense_limit(caches)
+    _, caches = model_caches(case)
+    limit = dense_limit()
     own = [leaf for leaf in jax.tree.leaves(caches) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     stores_dense = any(leaf.size >= limit for leaf in own)
-    sizes = floats_carried(generate_hlo(method, caches))
+    sizes = floats_carried(generated(case)[2])
     assert sizes  # the scan found the loop
     assert (max(sizes) >= limit) == stores_dense, (max(sizes), limit)
     assert stores_dense == (case == "full")
 
 
 def test_law_9_the_scan_sees_a_body_that_was_decoded_outside_the_loop():
-    method, caches = model_caches("full")
-    assert max(floats_carried(generate_hlo(method, caches))) >= dense_limit(caches)
+    assert max(floats_carried(generated("full")[2])) >= dense_limit()
 
 
 def test_every_evictor_never_selects_a_pad_or_a_token_twice():
@@ -540,7 +524,7 @@ def test_every_evictor_never_selects_a_pad_or_a_token_twice():
         method = prompts.setting(name, shape.row) if name in CASES else None
         if method is None or not hasattr(method, "select"):
             continue
-        columns, lengths = (np.asarray(x) for x in method.select(prompt))
+        columns, lengths = (np.asarray(x) for x in fast_jit(type(method).select)(method, prompt))
         for row, n in enumerate(shape.lengths):
             for head in range(shape.kv_heads):
                 kept = columns[row, head, : lengths[row, head]]

@@ -15,7 +15,7 @@ from kvjax.pallas.anchor_assign.api import anchor_assign
 from kvjax.pallas.anchor_decode.api import Widths
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
-from kvjax.rope import rotate
+from kvjax.rope import rotate_with, tables
 from kvjax.storage import BodyTail, Tail, left_align
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
@@ -23,12 +23,12 @@ PRESETS = {
     # The paper's numbers to the letter; refuses a context it cannot serve.
     "paper": {
         "window": 32, "anchor_every": 128, "attention_floor": 0.0, "storage": "plain",
-        "scale": "absmax", "bits": (2,), "wide_share": 0.0,
+        "scale": "absmax", "bits": (2,), "wide_share": 0.0, "observed": None, "key_share": 0.5,
     },
     # The paper's ranking, codec and plain storage with windows and anchors for short contexts.
     "paper_short": {
         "attention_floor": 0.0, "storage": "plain", "scale": "absmax", "bits": (2, 4),
-        "wide_share": 0.0,
+        "wide_share": 0.0, "observed": None, "key_share": 0.5,
     },
     # What measures best.
     "default": {},
@@ -47,7 +47,8 @@ class AnchorKV:
 
     Plain storage: anchors exact, index 8 or 16 bits, coefficient and residual scale float16, anchor
     positions int32. Lean storage: anchors int8 with a row scale (they then compete for residuals),
-    index ceil(log2 k) bits, coefficient `gamma_bits`, residual scale 8 bits, the window exact.
+    index ceil(log2 k) bits, coefficient `gamma_bits`, residual scale 8 bits; the window is int8
+    too unless `exact_window`.
 
     Source: arXiv 2608.02901, sections 3 and 4 (equations 1 to 9).
     Differs from the reference: key residuals are coded after RoPE (the same error, and a query
@@ -66,8 +67,10 @@ class AnchorKV:
     storage: str = static("lean")  # "lean" or "plain"
     scale: str = static("least_squares")  # of residuals: "absmax", "rms" or "least_squares"
     bits: tuple[int, ...] = static((2, 4, 8))  # residual widths, narrow first
-    wide_share: float = static(0.2)  # of the residual bytes, for the wider of two widths
+    wide_share: float = static(0.3)  # of the residual bytes, for the wider of two widths
     key_share: float = static(0.5)  # of the residuals, for keys
+    exact_window: bool = static(False)  # lean storage: window in the cache's dtype, not int8
+    observed: int | None = static(64)  # queries that rank tokens, last ones; None: the window
     gamma_bits: int = static(4)  # lean storage
     rotation_seed: int = static(0)
     impl: str = static("auto")
@@ -158,7 +161,7 @@ class AnchorKV:
         n = shape.num_tokens
         window = self.window
         if window is None:
-            window = min(max(-(-n // 64 + 7) // 8 * 8, 8), 32)
+            window = min(max(-(-n // 512) * 8, 8), 32)
         if self.anchor_every is not None:
             extra = n // self.anchor_every - window
             if extra < 1:
@@ -247,7 +250,8 @@ class AnchorKV:
             index = 1 if self.extra_anchors + self.window <= 256 else 2
             total += heads * (held + near) * (2 * dim * shape.itemsize + 4)
             return total + 2 * heads * coded * (index + 2)
-        total += 2 * heads * (held * (dim + 2) + near * dim * shape.itemsize)
+        total += 2 * heads * held * (dim + 2)
+        total += 2 * heads * near * (dim * shape.itemsize if self.exact_window else dim + 2)
         for bits in (self._index_bits(), self.gamma_bits):
             total += 2 * heads * -(-coded * bits // 8)
         return total + 2 * heads * 4
@@ -297,7 +301,7 @@ class AnchorKV:
         lengths = (total - prompt.starts).astype(jnp.int32)
         num_coded = jnp.maximum(lengths - window, 0)
         capacity = max(-(-(total - window) // 32) * 32, 32)
-        seen = scores.observe(prompt, window)
+        seen = scores.observe(prompt, self.observed or window)
 
         stored, near, positions = self._anchors(prompt, seen, window)
         sides = jnp.stack([prompt.k_unrotated, prompt.v], 1)
@@ -381,13 +385,20 @@ class AnchorKV:
             together = jnp.concatenate([far, last], 3)
             stored = {"anchors": together, "anchor_scales": None, "window": None}
             return stored, together.astype(jnp.float32), positions
-        peak = jnp.abs(far.astype(jnp.float32)).max(-1)
+        rows = far if self.exact_window else jnp.concatenate([far, last], 3)
+        peak = jnp.abs(rows.astype(jnp.float32)).max(-1)
         scale = jnp.clip(peak / 127, 0, 65504).astype(jnp.float16)
         step = scale.astype(jnp.float32)[..., None]
-        ratio = far.astype(jnp.float32) / jnp.where(step > 0, step, 1.0)
+        ratio = rows.astype(jnp.float32) / jnp.where(step > 0, step, 1.0)
         codes = jnp.clip(jnp.round(ratio), -127, 127).astype(jnp.int8)
-        near = jnp.concatenate([codes.astype(jnp.float32) * step, last.astype(jnp.float32)], 3)
-        return {"anchors": codes, "anchor_scales": scale, "window": last}, near, positions
+        near, stored = codes.astype(jnp.float32) * step, {"anchors": codes, "anchor_scales": scale}
+        if not self.exact_window:
+            return stored | {"window": None}, near, positions
+        return (
+            stored | {"window": last},
+            jnp.concatenate([near, last.astype(near.dtype)], 3),
+            positions,
+        )
 
     def _positions(self, positions: Array, lengths: Array, window: int) -> Array:
         """Positions of all anchors, the window's last: i32[B, K, A + W], -1 = unused."""
@@ -402,7 +413,8 @@ class AnchorKV:
         if self.storage == "lean":
             codes, spread, values = anchors.quantize_gamma(gamma, coded, self.gamma_bits)
             return quant.pack(jnp.where(coded, codes, 0), self.gamma_bits), spread, values
-        stored = jnp.where(coded, jnp.clip(gamma, -65504, 65504), 0).astype(jnp.float16)
+        real = coded & ~jnp.isnan(gamma)  # a norm that overflows
+        stored = jnp.where(real, jnp.clip(gamma, -65504, 65504), 0).astype(jnp.float16)
         return stored, None, stored.astype(jnp.float32)
 
     def _residuals(self, x, chosen, useful, lengths, shape, info) -> dict[str, tuple]:
@@ -416,6 +428,8 @@ class AnchorKV:
         masks = anchors.choose(useful, counts, sizes)[::-1]
         flat_x = x.reshape(batch, -1, dim)
         flat_chosen = chosen.reshape(batch, -1, dim)
+        # One row of the table a token: far fewer sines than one a residual.
+        cos, sin = tables(info.rope, jnp.arange(tokens, dtype=jnp.int32))
         arrays = {"words": (), "prefix": (), "codes": (), "scales": ()}
         for mask, bits, most in zip(masks, self.bits, sizes[::-1], strict=True):
             size = max(sum(most), 1)
@@ -425,7 +439,7 @@ class AnchorKV:
                 return jnp.take_along_axis(rows, order[..., None], 1).astype(jnp.float32)
 
             error = take(flat_x) - take(flat_chosen)
-            turned = rotate(info.rope, error[:, None], order % tokens)[:, 0]
+            turned = rotate_with(cos[order % tokens], sin[order % tokens], error)
             is_key = order < heads * tokens
             error = jnp.where(is_key[..., None], turned, error)
             codes, scale = anchors.encode(error, bits, self.scale, self.rotation_seed, lean)

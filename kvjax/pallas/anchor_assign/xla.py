@@ -19,7 +19,10 @@ def anchor_assign(x: Array, anchors: Array, valid: Array) -> tuple[Array, Array]
     def block(tokens):
         dots = jnp.einsum("bsh,bah->bsa", tokens.astype(jnp.float32), anchors)
         fit = jnp.where(weight[:, None] >= 0, jnp.abs(dots) * weight[:, None], -1.0)
-        index = fit.argmax(-1).astype(jnp.int32)
+        # Two plain reductions vectorise where an argmax does not; ties go to the first anchor.
+        slot = jnp.arange(fit.shape[-1], dtype=jnp.int32)[None, None]
+        index = jnp.where(fit == fit.max(-1, keepdims=True), slot, slot.size).min(-1)
+        index = jnp.minimum(index, slot.size - 1)  # NaN
         best = jnp.take_along_axis(dots, index[..., None], -1)[..., 0]
         return index, best * jnp.take_along_axis(inverse, index, 1)
 

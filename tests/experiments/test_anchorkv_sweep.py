@@ -1,0 +1,141 @@
+"""The sweep on random weights: arms, equal bytes, one compilation a setting, resume."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from experiments import anchorkv_sweep, arms
+from experiments.anchorkv_sweep import TINY, run
+from experiments.runner import Run, main
+from kvjax import accounting, decode, registry
+from kvjax.types import PromptShape
+
+SHAPE = PromptShape(1024, 3, 64)
+
+
+def test_arms_meet_their_targets_or_say_what_they_reach():
+    labels = ("anchorkv", "anchorkv:paper_short", "snapkv", "kivi")
+    planned = arms.plan(labels, (2.0, 4.0, 10.0, 40.0), ("anchorkv",), SHAPE)
+    assert {arm.label for arm in planned} == set(labels)
+    for arm in planned:
+        stored = arm.method.layer_bytes(SHAPE)
+        if arm.limit is None:
+            target = SHAPE.full_bytes / arm.target_ratio
+            assert target * 0.98 - 2 * 3 * 64 * 2 <= stored <= target
+    limits = {arm.label for arm in planned if arm.limit and arm.limit.startswith("limit")}
+    assert "anchorkv:paper_short" in limits  # plain storage does not reach 40x here
+    points = [a.method.layer_bytes(SHAPE) for a in planned if a.label == "kivi"]
+    assert len(points) == 3
+    own = [a.method.layer_bytes(SHAPE) for a in planned if a.label == "anchorkv"]
+    for point in points:  # AnchorKV also runs at exactly the bytes of each of KIVI's settings
+        assert any(0 <= point - mine <= 0.02 * point for mine in own)
+
+
+def test_a_setting_that_answers_several_targets_stands_once():
+    planned = arms.plan(("anchorkv:paper_short",), (20.0, 40.0, 80.0), (), SHAPE)
+    assert len(planned) == 1 and planned[0].limit.startswith("limit")
+
+
+def test_every_row_is_within_its_bytes_and_the_full_cache_is_exact(tmp_path):
+    with Run.create(TINY, tmp_path) as made:
+        run(TINY, made)
+        rows = made.rows
+    full = [r for r in rows if r["method"] == "full"]
+    assert len(full) == TINY.prompts and all(r["kl"] == 0 and r["error"] == 0 for r in full)
+    for row in rows:
+        assert row["removed"] == pytest.approx(1 - 1 / row["ratio"])
+        if row["limit"] is None and row["method"] != "full":
+            assert row["target_ratio"] * 0.9999 <= row["ratio"] <= row["target_ratio"] * 1.03
+            assert row["kl"] > 0 and row["error"] > 0
+    table = json.loads((made.path / "kv_bytes.json").read_text())
+    arm = next(name for name in table if "/anchorkv@3.00x" in name)
+    live = sum(part["live"] for layer in table[arm] for part in layer.values() if
+               part["role"] != "tail")  # fmt: skip
+    row = next(r for r in rows if r["method"] == "anchorkv" and r["target_ratio"] == 3.0)
+    assert live == row["kv_bytes"] * TINY.batch
+
+
+def test_each_setting_compiles_once_for_all_layers_and_batches(tmp_path):
+    config = dataclasses.replace(TINY, prompts=3, batch=1, ratios=(3.5,), matched=())
+    before = decode._compress._cache_size()
+    with Run.create(config, tmp_path) as made:
+        run(config, made)
+        settings = {(r["method"], r["target_ratio"]) for r in made.rows}
+    assert len(settings) == 6  # full, anchorkv, snapkv and three of kivi
+    assert decode._compress._cache_size() - before <= len(settings) + 1  # and the no-op arm
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aware": True},
+        {"generate": True, "methods": ("anchorkv", "kivi")},
+        {"task": "text", "lengths": (256,), "continuation": 16, "ratios": (3.0,)},
+    ],
+)
+def test_variants_run(tmp_path, changes):
+    config = dataclasses.replace(TINY, **changes)
+    with Run.create(config, tmp_path) as made:
+        run(config, made)
+    assert (made.path / "summary.md").is_file()
+    if "generate" in changes:
+        assert all("generated_exact" in row for row in made.rows)
+
+
+def test_a_killed_run_resumes_to_the_same_table(tmp_path):
+    with Run.create(TINY, tmp_path) as made:
+        run(TINY, made)
+    summary = (made.path / "summary.md").read_text()
+    lines = (made.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (made.path / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    with Run.resume(TINY, made.path) as again:
+        run(TINY, again)
+    assert (made.path / "summary.md").read_text() == summary
+    assert (made.path / "metrics.jsonl").read_text() == "".join(lines)
+
+
+def test_the_no_op_check_can_fail():
+    class Broken:
+        logits = np.zeros((1, 2, 3))
+
+    def views(method):
+        assert method == registry.make("snapkv").exact()
+        return None, None
+
+    real, anchorkv_sweep.continuation.force = anchorkv_sweep.continuation.force, lambda *_: Broken
+    try:
+        full = type("Full", (), {"logits": np.ones((1, 2, 3))})
+        with pytest.raises(ValueError, match="no-op"):
+            anchorkv_sweep.check_no_op(views, None, None, None, None, full)
+    finally:
+        anchorkv_sweep.continuation.force = real
+
+
+def test_bytes_above_the_target_stop_the_run():
+    method = accounting.solve(registry.make("snapkv"), SHAPE.full_bytes / 4, SHAPE)
+    arm = arms.Arm("snapkv", 4.0, method, None)
+    most = SHAPE.full_bytes / 4 * 2
+    anchorkv_sweep.check_bytes(arm, np.array([most]), SHAPE, layers=2)
+    with pytest.raises(ValueError, match="within the target"):
+        anchorkv_sweep.check_bytes(arm, np.array([most + 1]), SHAPE, layers=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "snapvk"], "unknown method 'snapvk'"),
+        (["--methods", "snapkv:paper"], "has no presets"),
+        (["--model", "/nowhere/model.gguf"], "model.gguf"),
+        (["--model", "tiny", "--needles", "hay_7"], "must read like noise_7"),
+        (["--model", "tiny", "--ratios", "-1"], "must be positive"),
+        (["--model", "tiny", "--lengths", "40"], "num_tokens=40"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(anchorkv_sweep.Config, run, [*arguments, "--runs-dir", str(tmp_path)])
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error

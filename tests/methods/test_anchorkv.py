@@ -1,0 +1,416 @@
+"""AnchorKV: each step of the paper in numpy, the byte ledger to the byte, and its limits."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import accounting, anchors, quant, scores
+from kvjax.methods.anchorkv import AnchorKV
+from kvjax.methods.full import Full
+from kvjax.pallas.anchor_assign.api import anchor_assign
+from kvjax.pallas.anchor_decode import xla
+from kvjax.rope import rotate
+from kvjax.types import PromptShape
+from tests import prompts
+from tests.prompts import Shape, compress, fast_jit, step
+
+SHAPE = Shape(16, 4, 2, (90, 57), columns=96)
+WINDOW, EXTRA = 8, 8
+PLAIN = AnchorKV(
+    window=WINDOW, extra_anchors=EXTRA, storage="plain", scale="rms", bits=(2,), wide_share=0.0,
+    theta=1.0, attention_floor=0.0, kernel=5,
+)  # fmt: skip
+LEAN = dataclasses.replace(PLAIN, storage="lean", scale="least_squares", theta=0.7)
+
+
+def row_of(prompt, i, length):
+    """Rotated q, k and unrotated k, v of a row's real tokens, float64 [heads, n, H]."""
+    arrays = (prompt.q, prompt.k, prompt.k_unrotated, prompt.v)
+    return [np.asarray(x, np.float64)[i, :, x.shape[2] - length :] for x in arrays]
+
+
+def window_attention(q, k, v, kv_heads):
+    """Probabilities [K, G W, n] and outputs [K, G W, H] of the last W queries of each group."""
+    heads, n, dim = q.shape
+    late = np.arange(n - WINDOW, n)
+    p = np.einsum("nwh,nsh->nws", q[:, n - WINDOW :], np.repeat(k, heads // kv_heads, 0))
+    p = np.where(np.arange(n)[None] <= late[:, None], p / np.sqrt(dim), -np.inf)
+    p = np.exp(p - p.max(-1, keepdims=True))
+    p = (p / p.sum(-1, keepdims=True)).reshape(kv_heads, -1, n)
+    return p, p @ v
+
+
+@pytest.fixture(scope="module")
+def plain():
+    prompt = prompts.prompt(SHAPE)
+    return prompt, compress(PLAIN, prompt, prompts.info(SHAPE)).body
+
+
+def test_step_1_anchors_are_attended_or_random_and_the_window(plain):
+    prompt, body = plain
+    noise = np.asarray(scores.hash_scores(PLAIN.random_seed, prompt.starts, 2, 96))
+    attended = round(0.7 * EXTRA)
+    for i, n in enumerate(SHAPE.lengths):
+        q, k, _, v = row_of(prompt, i, n)
+        p, _ = window_attention(q, k, v, 2)
+        for h in range(2):
+            total = np.pad(p[h].sum(0), 2)
+            pooled = np.stack([total[j : j + n] for j in range(5)]).mean(0)[: n - WINDOW]
+            first = np.argsort(-pooled, kind="stable")[:attended].tolist()
+            rest = [j for j in range(n - WINDOW) if j not in first]
+            random = sorted(rest, key=lambda j: -noise[i, h, 96 - n + j])[: EXTRA - attended]
+            want = sorted(first + random) + list(range(n - WINDOW, n))
+            assert np.asarray(body.positions)[i, h].tolist() == want
+            # shared by K and V, stored exactly, keys before RoPE
+            for side, x in enumerate((prompt.k_unrotated, prompt.v)):
+                held = np.asarray(x)[i, h, 96 - n :][want]
+                np.testing.assert_array_equal(np.asarray(body.anchors)[i, side, h], held)
+
+
+def test_the_share_moves_anchors_from_attention_to_chance():
+    prompt, layer = prompts.prompt(SHAPE), prompts.info(SHAPE)
+    sets = []
+    for share, seed in ((1.0, 1), (1.0, 2), (0.0, 1), (0.0, 2)):
+        method = dataclasses.replace(PLAIN, attention_share=share, random_seed=seed)
+        sets.append(np.asarray(compress(method, prompt, layer).body.positions)[..., :EXTRA])
+    assert (sets[0] == sets[1]).all() and (sets[2] != sets[3]).any()
+    assert (sets[0] != sets[2]).any()
+
+
+def test_step_2_and_3_assignment_and_projection(plain):
+    prompt, body = plain
+    negative = 0
+    for i, n in enumerate(SHAPE.lengths):
+        _, _, k, v = row_of(prompt, i, n)
+        for side, x in enumerate((k, v)):
+            for h in range(2):
+                a = np.asarray(body.anchors, np.float64)[i, side, h]
+                t = x[h, : n - WINDOW]
+                cosine = t @ a.T / np.linalg.norm(a, axis=1) / np.linalg.norm(t, axis=1)[:, None]
+                want = np.abs(cosine).argmax(1)
+                got = np.asarray(body.index)[i, side, h, : n - WINDOW].astype(int)
+                assert (got == want).all()
+                best = a[want]
+                gamma = (t * best).sum(1) / (best**2).sum(1)
+                stored = np.asarray(body.gamma, np.float64)[i, side, h]
+                np.testing.assert_allclose(stored[: n - WINDOW], gamma, rtol=1e-3, atol=1e-6)
+                assert (stored[n - WINDOW :] == 0).all()
+                negative += int((gamma < 0).sum())
+                residual = t - gamma[:, None] * best
+                dots = (residual * best).sum(1) / np.linalg.norm(best, axis=1)
+                np.testing.assert_allclose(dots, 0, atol=1e-10)
+                cos = np.take_along_axis(cosine, want[:, None], 1)[:, 0]
+                norm = np.linalg.norm(t, axis=1) * np.sqrt(np.maximum(1 - cos**2, 0))
+                np.testing.assert_allclose(np.linalg.norm(residual, axis=1), norm, atol=1e-6)
+                own = np.asarray(body.positions)[i, h, :EXTRA]  # anchors are their own
+                assert (got[own] == np.arange(EXTRA)).all() and (stored[own] == 1).all()
+    assert negative > 20  # the absolute cosine is deliberate
+
+
+def test_assignment_ignores_invalid_and_zero_anchors():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 30, 16)).astype(np.float32)
+    a = rng.normal(size=(2, 6, 16)).astype(np.float32)
+    a[0, 2] = 0
+    valid = np.ones((2, 6), bool)
+    valid[1, :3] = False
+    index, gamma = (np.asarray(y) for y in anchor_assign(*map(jnp.asarray, (x, a, valid))))
+    assert not (index[0] == 2).any() and (index[1] >= 3).all()
+    best = np.take_along_axis(a, index[..., None], 1)
+    np.testing.assert_allclose(gamma, (x * best).sum(-1) / (best**2).sum(-1), rtol=1e-4, atol=1e-6)
+    zero = anchor_assign(jnp.asarray(x), jnp.zeros((2, 6, 16)), jnp.asarray(valid))
+    assert np.isfinite(zero[1]).all() and (np.asarray(zero[1]) == 0).all()
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+def test_step_4_utility_is_the_formula(floor):
+    prompt, rope = prompts.prompt(SHAPE), prompts.rope(16)
+    rng = np.random.default_rng(3)
+    size, lengths = 96 - WINDOW, np.array(SHAPE.lengths)
+    shift = np.asarray(prompt.starts)
+
+    def aligned(x):
+        return np.stack([np.roll(np.asarray(x)[i], -s, 1)[:, :size] for i, s in enumerate(shift)])
+
+    x = np.stack([aligned(prompt.k_unrotated), aligned(prompt.v)], 1)
+    rebuilt = x + 0.3 * rng.normal(size=x.shape).astype(np.float32)
+    seen = scores.observe(prompt, WINDOW)
+    got = np.asarray(
+        anchors.utility(
+            jnp.asarray(x), jnp.asarray(rebuilt), jnp.asarray(aligned(prompt.k)), seen,
+            jnp.asarray(lengths, jnp.int32), rope, floor,
+        )
+    )  # fmt: skip
+    error = jnp.asarray(x - rebuilt)
+    token = jnp.arange(size, dtype=jnp.int32)
+    r_keys = np.asarray(rotate(rope, error[:, 0], token), np.float64)
+    for i, n in enumerate(SHAPE.lengths):
+        q, k, _, v = row_of(prompt, i, n)
+        p, y = window_attention(q, k, v, 2)
+        queries = q[:, n - WINDOW :].reshape(2, -1, 16)
+        for h in range(2):
+            near = n - WINDOW
+            weight = p[h][:, :near] ** 2 + floor / n**2
+            moved = (queries[h] @ r_keys[i, h, :near].T) ** 2 / 16
+            distance = ((v[h, None, :near] - y[h][:, None]) ** 2).sum(-1)
+            u_keys = (weight * moved * distance).mean(0)
+            norms = (np.asarray(error, np.float64)[i, 1, h, :near] ** 2).sum(-1)
+            u_values = weight.mean(0) * norms
+            np.testing.assert_allclose(got[i, 0, h, :near], u_keys, rtol=2e-3, atol=1e-9)
+            np.testing.assert_allclose(got[i, 1, h, :near], u_values, rtol=2e-3, atol=1e-9)
+
+
+def budget(theta, n, kv_heads, dim, anchors_held, window):
+    """Equation 9 with the ledger of the specification, plain storage, one 2-bit width."""
+    coded, words = n - window, math.ceil((n - window) / 32)
+    base = 4 * kv_heads * (anchors_held + window) * dim  # bf16 anchors, both sides
+    base += 4 * kv_heads * (anchors_held + window)  # positions
+    base += 2 * kv_heads * coded * ((1 if anchors_held + window <= 256 else 2) + 2)
+    base += 2 * kv_heads * words * (4 + 4)
+    base += 8  # the row's two counters
+    full = 4 * n * kv_heads * dim
+    count = max(0, math.floor((theta * full - base) / (dim // 4 + 2)))
+    return base, min(count, 2 * kv_heads * (coded - anchors_held))
+
+
+@pytest.mark.parametrize("theta", [0.5, 0.62, 0.8, 1.0])
+def test_step_5_budget_pooled_over_heads(theta):
+    shape = SHAPE._replace(dtype="bfloat16")
+    prompt, row = prompts.prompt(shape), shape.row
+    method = dataclasses.replace(PLAIN, theta=theta)
+    body = compress(method, prompt, prompts.info(shape)).body
+    for i, n in enumerate(shape.lengths):
+        base, count = budget(theta, n, 2, 16, EXTRA, WINDOW)
+        assert int(body.num_residuals[0][i]) == count
+        _, present = xla.slots(body.coded().residuals[0])
+        sides = np.asarray(present)[i].sum((1, 2))
+        most = 2 * (n - WINDOW - EXTRA)
+        assert sides[0] == min(count // 2, most) and sides.sum() == count
+        live = accounting.live_bytes(compress(method, prompt, prompts.info(shape))).stored[i]
+        assert live == base + count * (16 // 4 + 2)
+        assert live <= theta * 4 * n * 2 * 16 or count == 0
+    assert method.layer_bytes(row) == sum(x * y for x, y in zip((1, 6), budget(
+        theta, 90, 2, 16, EXTRA, WINDOW), strict=True))  # fmt: skip
+
+
+def test_step_5_the_largest_utilities_of_the_layer_win():
+    rng = np.random.default_rng(1)
+    u = rng.random((2, 2, 3, 40)).astype(np.float32)
+    u[:, :, 1] *= 3  # one head demands more
+    u[:, :, :, -5:] = -1
+    counts = [jnp.asarray([[7, 4], [3, 9]], jnp.int32), jnp.asarray([[20, 30], [10, 11]], jnp.int32)]
+    wide, narrow = anchors.choose(jnp.asarray(u), counts, [(7, 9), (20, 30)])
+    for i in range(2):
+        for side in range(2):
+            order = np.argsort(-u[i, side].ravel())
+            a, b = int(counts[0][i, side]), int(counts[1][i, side])
+            assert set(np.flatnonzero(np.asarray(wide)[i, side])) == set(order[:a])
+            assert set(np.flatnonzero(np.asarray(narrow)[i, side])) == set(order[a : a + b])
+    per_head = np.asarray(narrow | wide)[0, 0].sum(1)
+    assert per_head[1] > 1.3 * per_head[0]  # pooled: no quota a head
+
+
+@pytest.mark.parametrize("how,error", [("rms", 0.1175), ("least_squares", 0.1175), ("absmax", 0.62)])
+def test_step_6_residual_code(how, error):
+    rng = np.random.default_rng(2)
+    r = (rng.normal(size=(2000, 64)) * rng.random((2000, 1)) * 5).astype(np.float32)
+    codes, scale = anchors.encode(jnp.asarray(r), 2, how, 0, False)
+    assert codes.shape == (2000, 16) and scale.dtype == jnp.float16
+    spin = np.asarray(quant.rotation(64, 0), np.float64)
+    levels = np.array(quant.lloyd_max(2))
+    spun = r @ spin
+    by = np.abs(spun).max(1) if how == "absmax" else np.sqrt((spun**2).mean(1))
+    want = np.abs(spun[..., None] / by[:, None, None] - levels).argmin(-1)
+    got = np.asarray(quant.unpack(codes, 2, 64))
+    assert (got == want).mean() > 0.999
+    c = levels[want]
+    if how == "least_squares":
+        by = (spun * c).sum(1) / (c * c).sum(1)
+    np.testing.assert_allclose(np.asarray(scale, np.float64), by, rtol=2e-3)
+    back = levels[got] * np.asarray(scale, np.float64)[:, None] @ spin.T
+    relative = ((back - r) ** 2).sum() / (r**2).sum()
+    assert abs(relative - error) < 0.1 * error
+
+
+@pytest.mark.parametrize("magnitude", [1e-7, 1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("small", [False, True])
+def test_a_coded_residual_is_never_worse_than_none(magnitude, small):
+    rng = np.random.default_rng(0)
+    r = (rng.normal(size=(50, 16)) * magnitude).astype(np.float32)
+    codes, scale = anchors.encode(jnp.asarray(r), 2, "least_squares", 0, small)
+    scale = quant.scale_decode(scale) if small else scale.astype(jnp.float32)
+    levels = quant.codebook_decode(quant.unpack(codes, 2, 16), 2) * scale[:, None]
+    back = np.asarray(levels @ quant.rotation(16, 0).T)
+    error = np.linalg.norm(back - r, axis=1)
+    assert (error <= np.linalg.norm(r, axis=1) * 1.001).all()
+
+
+@pytest.mark.parametrize("method", [PLAIN, LEAN], ids=["plain", "lean"])
+def test_step_6_slots_are_a_permutation_in_token_order(method):
+    prompt = prompts.prompt(SHAPE)
+    body = compress(dataclasses.replace(method, theta=0.8), prompt, prompts.info(SHAPE)).body
+    for residuals, count in zip(body.coded().residuals, body.num_residuals, strict=True):
+        slot, present = (np.asarray(x) for x in xla.slots(residuals))
+        for i in range(2):
+            used = slot[i][present[i]]  # in the order (side, head, token)
+            assert used.tolist() == list(range(int(count[i]))) and len(used) > 20
+
+
+@pytest.mark.parametrize("method", [PLAIN, LEAN], ids=["plain", "lean"])
+def test_step_7_reconstruction_and_its_error(method):
+    """Every token is gamma a + r-hat, keys rotated at their position; numpy decodes the arrays."""
+    prompt = prompts.prompt(SHAPE)
+    body = compress(method, prompt, prompts.info(SHAPE)).body
+    k, v, where = (np.asarray(x) for x in fast_jit(type(body).materialize)(body))
+    spin, levels = np.asarray(quant.rotation(16, 0)), np.array(quant.lloyd_max(2))
+    index, gamma = xla.indices(body.coded(), body.widths), xla.gammas(body.coded(), body.widths)
+    index, gamma = np.asarray(index), np.asarray(gamma)
+    held = np.asarray(xla.dense_anchors(body.coded()))
+    codes = np.asarray(quant.unpack(body.codes[0], 2, 16))
+    scale = body.scales[0]
+    scale = np.asarray(quant.scale_decode(scale) if scale.dtype == jnp.uint8 else scale, np.float64)
+    words = np.asarray(body.words[0])
+    better = []
+    for i, n in enumerate(SHAPE.lengths):
+        _, rotated, _, values = row_of(prompt, i, n)
+        at = 0
+        for side in range(2):
+            for h in range(2):
+                near = gamma[i, side, h, :, None] * held[i, side, h][index[i, side, h]]
+                x = near[: n - WINDOW]
+                if side == 0:
+                    x = rotate(prompts.rope(16), jnp.asarray(x)[None], jnp.arange(n - WINDOW))[0]
+                x = np.array(x, np.float64)
+                truth = (rotated if side == 0 else values)[h]
+                for t in range(n - WINDOW):
+                    if words[i, side, h, t // 32] >> (t % 32) & 1:
+                        add = levels[codes[i, at]] * scale[i, at] @ spin.T
+                        better.append(
+                            np.linalg.norm(truth[t] - x[t] - add) / np.linalg.norm(truth[t] - x[t])
+                        )
+                        x[t] += add
+                        at += 1
+                got = (k if side == 0 else v)[i, h]
+                order = [int(np.flatnonzero(where[i, h] == t)[0]) for t in range(n)]
+                np.testing.assert_allclose(got[order][: n - WINDOW], x, atol=2e-5)
+                np.testing.assert_allclose(got[order][n - WINDOW :], truth[n - WINDOW :], atol=2e-5)
+        assert at == int(body.num_residuals[0][i])
+    # the bits went to the token they belong to: 2-bit coding leaves about a third of the norm
+    assert np.mean(better) < 0.45 and np.max(better) < 0.9
+
+
+def test_lean_widths():
+    prompt = prompts.prompt(SHAPE._replace(dtype="bfloat16"))
+    method = dataclasses.replace(LEAN, extra_anchors=12, gamma_bits=3)
+    body = compress(method, prompt, prompts.info(SHAPE)).body
+    assert body.widths.index == math.ceil(math.log2(12 + WINDOW)) == 5
+    assert body.index.dtype == jnp.uint8 and body.index.shape[-1] == 96 * 5 // 8
+    assert body.gamma.shape[-1] == 96 * 3 // 8 and body.gamma_range.dtype == jnp.float16
+    assert body.anchors.dtype == jnp.int8 and body.anchor_scales.dtype == jnp.float16
+    assert body.window.dtype == jnp.bfloat16 and body.positions is None
+    assert body.scales[0].dtype == jnp.uint8
+    # int8 anchors: within half a step of the peak
+    exact = dataclasses.replace(method, storage="plain")
+    want = compress(exact, prompt, prompts.info(SHAPE)).body.anchors.astype(jnp.float32)
+    got = xla.dense_anchors(body.coded())
+    error = np.abs(np.asarray(got - want))
+    peak = np.abs(np.asarray(want)).max(-1, keepdims=True)
+    assert (error <= peak / 127 * 0.51 + 1e-3 * peak).all()
+    # gamma: half a step of its range
+    step_size = np.asarray(body.gamma_range)[..., 1]
+    assert (step_size > 0).all()
+
+
+def test_the_papers_ledger_at_32k():
+    shape = PromptShape(32768, 8, 128)
+    assert shape.full_bytes == 134_217_728
+    method = AnchorKV.preset("paper", theta=0.05).resolve(shape)
+    assert (method.window, method.extra_anchors + method.window) == (32, 256)
+    base, count = budget(0.05, 32768, 8, 128, 224, 32)
+    assert base - 8 == 2_759_040  # the specification's table: 2.76 MB; the paper states 3.39 MB
+    sides = 2 * 8 * (32768 - 32)
+    assert sides == 523_776
+    papers = 91_056  # residual slots by the paper, 17.4 % of the token-sides
+    assert abs(papers / sides - 0.174) < 0.001
+    assert count / sides > 0.22 and count > papers
+    assert int(method._counts(np.array([32768]), shape)[0].sum()) == count
+    assert method.layer_bytes(shape) == base + count * 34 <= 0.05 * shape.full_bytes
+
+
+def test_the_paper_preset_refuses_a_short_context_naming_the_limit():
+    with pytest.raises(ValueError, match="4224 tokens or more"):
+        AnchorKV.preset("paper", theta=0.3).resolve(PromptShape(4000, 8, 128))
+    AnchorKV.preset("paper", theta=0.3).resolve(PromptShape(4224, 8, 128))
+    with pytest.raises(ValueError, match="no preset 'papr'"):
+        AnchorKV.preset("papr")
+
+
+@pytest.mark.parametrize("preset", ["default", "paper_short"])
+@pytest.mark.parametrize("heads,dim", [(1, 16), (3, 64), (8, 128), (3, 80)])
+def test_theta_bounds_the_bytes_and_the_smallest_is_named(preset, heads, dim):
+    for n in (40, 200, 1000, 4096, 32768):
+        shape = PromptShape(n, heads, dim)
+        with pytest.raises(ValueError, match="the smallest that can is") as refused:
+            AnchorKV.preset(preset, theta=1e-4).resolve(shape)
+        smallest = float(str(refused.value).rstrip(".").split()[-1])
+        spent = 0
+        for theta in (smallest, *np.linspace(smallest * 1.01, max(1.0, smallest * 1.3), 23)):
+            method = AnchorKV.preset(preset, theta=float(theta))
+            now = method.layer_bytes(shape)
+            assert now <= theta * shape.full_bytes
+            assert now >= spent
+            spent = now
+        with pytest.raises(ValueError, match="cannot pay"):
+            AnchorKV.preset(preset, theta=smallest * 0.98).resolve(shape)
+
+
+def test_measured_bytes_stay_within_theta():
+    shape = Shape(16, 4, 2, (200,), "bfloat16")
+    prompt, layer = prompts.prompt(shape), prompts.info(shape)
+    for preset, theta in (("default", 0.4), ("default", 0.9), ("paper_short", 0.7)):
+        method = AnchorKV.preset(preset, theta=theta).resolve(shape.row)
+        stored = accounting.live_bytes(compress(method, prompt, layer)).stored[0]
+        assert theta * 0.97 * shape.row.full_bytes < stored <= theta * shape.row.full_bytes
+
+
+def test_theta_one_approaches_the_full_cache():
+    shape = Shape(64, 4, 2, (160,), "bfloat16")
+    prompt, layer = prompts.prompt(shape), prompts.info(shape)
+    inputs = prompts.step_inputs(shape, 1)
+    want = np.asarray(step(compress(Full(), prompt, layer), *inputs)[0], np.float32)
+    errors = []
+    for theta in (0.25, 0.5, 1.0):
+        cache = compress(AnchorKV(theta=theta).resolve(shape.row), prompt, layer)
+        got = np.asarray(step(cache, *inputs)[0], np.float32)
+        errors.append(np.linalg.norm(got - want) / np.linalg.norm(want))
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.02, errors
+
+
+def sizes_of(jaxpr):
+    """Elements of every value of a jaxpr, inner ones included."""
+    for equation in jaxpr.eqns:
+        for out in equation.outvars:
+            yield math.prod(out.aval.shape), equation.primitive.name
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(inner, jax.extend.core.ClosedJaxpr):
+                    yield from sizes_of(inner.jaxpr)
+                elif isinstance(inner, jax.extend.core.Jaxpr):
+                    yield from sizes_of(inner)
+
+
+@pytest.mark.parametrize("preset", ["default", "paper_short"])
+def test_no_intermediate_is_quadratic_in_the_prompt(preset):
+    shape = Shape(64, 8, 1, (1024,), "bfloat16")
+    method = AnchorKV.preset(preset, theta=0.2).resolve(shape.row)
+    specs = jax.eval_shape(lambda: prompts.prompt(shape))
+    jaxpr = jax.make_jaxpr(lambda p: method.compress(p, prompts.info(shape)))(specs)
+    found = list(sizes_of(jaxpr.jaxpr))
+    queries = 8 * method.window  # m = W G
+    assert len(found) > 200 and queries * 1024 * 64 > 1024 * 1024
+    largest = max(found)
+    assert largest[0] < 1024 * 1024, largest  # neither [S, S] nor [m, S, D]
