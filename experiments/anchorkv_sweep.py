@@ -36,6 +36,7 @@ PROTOTYPE = {
     ("anchorkv:paper_short", 5): 0.401, ("anchorkv:paper_short", 10): 0.360,
     ("anchorkv", 5): 0.097, ("anchorkv", 10): 0.123, ("anchorkv", 20): 0.162,
 }  # fmt: skip
+PROBED = "0 4 9 14 19 24 29"
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,7 @@ def measure(
                 "tail_bytes": allocated.tail,
                 "error": errors[i].mean(),
                 "error_by_layer": errors[i],
+                "error_probed": errors[i][probed(len(caches))].mean(),
                 "nll": quality.nll[i],
                 "kl": quality.kl[i],
                 "top5": quality.top5_overlap[i],
@@ -281,6 +283,11 @@ def measure(
                 }
             run.append(row, kv_bytes=table if i == 0 else None)
         yield arm
+
+
+def probed(layers: int) -> list[int]:
+    """The layers of the prototype's table, where the model has them."""
+    return [layer for layer in (0, 4, 9, 14, 19, 24, 29) if layer < layers]
 
 
 def arm_name(arm: Arm, length: int) -> str:
@@ -342,8 +349,8 @@ def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
     arm = f"{row['method'].replace(':', '_')}_{row['target_ratio']:.1f}x"
     names = {
         "answer/token_match_share": "token_match", "answer/nll_nats": "answer_nll",
-        "continuation/kl_nats": "kl", "continuation/nll_nats": "nll", "attention/error_share": "error",
-        "memory/kv_bytes": "kv_bytes",
+        "continuation/kl_nats": "kl", "continuation/nll_nats": "nll",
+        "attention/error_share": "error", "memory/kv_bytes": "kv_bytes",
     }  # fmt: skip
     for tag, field in names.items():
         yield f"{tag}/{row['length']}_{row['task']}/{arm}", row.get(field), row["prompt"]
@@ -351,7 +358,7 @@ def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
 
 FIELDS = (
     "exact", "generated_exact", "token_match", "answer_nll", "kl", "nll", "top5", "top1", "error",
-    "first_divergence", "ratio", "removed", "kv_bytes", "tail_bytes",
+    "error_probed", "first_divergence", "ratio", "removed", "kv_bytes", "tail_bytes",
 )  # fmt: skip
 
 
@@ -380,9 +387,8 @@ def report(config: Config, run: Run, name: str, clock: Clock) -> None:
         how = "question-aware" if config.aware else "question-agnostic"
         what = how if config.task == "needle" else "running text"
         title = f"{name}, {length:,} tokens, {what}, n = {count}"
-        columns = columns_of(config)
-        table(means, columns, title)
-        sections.append(markdown(means, columns, title))
+        table(means, columns_of(config, brief=True), title)
+        sections.append(markdown(means, columns_of(config), title))
         draw(run, config, here, means, title, length)
         if config.task == "needle":
             sections.append(by_format(here, length))
@@ -414,33 +420,34 @@ def _tiny(rows: Sequence[dict]) -> bool:
     return not any(row["exact"] for row in rows if row["method"] == "full")
 
 
-def columns_of(config: Config) -> list[Column]:
-    """Columns of the table."""
-    head = [
+def columns_of(config: Config, brief: bool = False) -> list[Column]:
+    """Columns of the table; `brief` for a terminal."""
+    columns = [
         Column("method", "method"),
         Column("asked", lambda r: f"{r['target_ratio']:.1f}x"),
         Column("stored", lambda r: f"{r['ratio']:.2f}x"),
-        Column("removed", "removed", ".1%"),
-        Column("KV MB", lambda r: r["kv_bytes"] / 1e6, ".3f"),
     ]
-    answer = [
-        Column("exact %", interval("exact", ".0f", 100)),
-        Column("token match %", interval("token_match", ".0f", 100)),
-        Column("answer NLL", interval("answer_nll", ".2f")),
-    ]
-    if config.generate:
-        answer.insert(1, Column("generated %", interval("generated_exact", ".0f", 100)))
-    tail = [
-        Column("KL", interval("kl", ".3f")),
-        Column("NLL", "nll", ".3f"),
-        Column("top-5", "top5", ".2f"),
-        Column("error", interval("error", ".3f")),
-        Column("diverges at", "first_divergence", ".1f"),
-        Column("note", "limit"),
-    ]
+    if not brief:
+        columns.append(Column("removed", "removed", ".1%"))
+    columns.append(Column("KV MB", lambda r: r["kv_bytes"] / 1e6, ".2f"))
+    if config.task == "needle":
+        columns.append(Column("exact %", interval("exact", ".0f", 100)))
+        if config.generate:
+            columns.append(Column("generated %", interval("generated_exact", ".0f", 100)))
+        columns.append(Column("tokens right %", interval("token_match", ".0f", 100)))
+        columns.append(Column("answer NLL", interval("answer_nll", ".2f")))
+    columns.append(Column("KL", interval("kl", ".3f")))
+    if not brief:
+        columns += [
+            Column("NLL", "nll", ".3f"),
+            Column("top-5", "top5", ".2f"),
+            Column("diverges at", "first_divergence", ".1f"),
+        ]
+    columns.append(Column("error", interval("error", ".3f")))
     if config.task == "text":
-        return [*head, *tail[:4], Column("prototype", "prototype", ".3f"), *tail[4:]]
-    return [*head, *answer, *tail]
+        columns.append(Column(f"error, layers {PROBED}", interval("error_probed", ".3f")))
+        columns.append(Column("prototype", "prototype", ".3f"))
+    return [*columns, Column("note", "limit")]
 
 
 def draw(run: Run, config: Config, rows, means, title: str, length: int) -> None:

@@ -52,12 +52,12 @@ def interval(field: str, form: str = ".1f", scale: float = 1.0) -> Callable[[Map
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str) -> None:
-    """Print a table; numbers are right-aligned."""
+    """Print a table; numbers are right-aligned, cells wrap where the terminal is narrow."""
     cells = [[column.text(row) for column in columns] for row in rows]
     grid = Table(title=title, title_justify="left", header_style="bold")
     for i, column in enumerate(columns):
         right = all(_is_number(line[i]) for line in cells)
-        grid.add_column(column.title, justify="right" if right else "left", no_wrap=True)
+        grid.add_column(column.title, justify="right" if right else "left", no_wrap=i == 0)
     for line in cells:
         grid.add_row(*line)
     console().print(grid, markup=False)

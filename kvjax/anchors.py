@@ -34,6 +34,7 @@ class AnchorBody:
     anchors: Array = array("batch", "side", "kv_head", "slot", "head_dim", valid="num_anchors")
     anchor_scales: Array | None = array("batch", "side", "kv_head", "slot", valid="num_anchors")
     window: Array | None = array("batch", "side", "kv_head", "slot", "head_dim", valid="num_window")
+    mean: Array | None = array("batch", "side", "kv_head", "head_dim")  # of all tokens
     positions: Array | None = array("batch", "kv_head", "slot", valid="num_anchors")  # i32
     index: Array = array("batch", "side", "kv_head", "slot", **_TOKENS)
     gamma: Array = array("batch", "side", "kv_head", "slot", **_TOKENS)
@@ -82,6 +83,7 @@ class AnchorBody:
             self.anchors,
             self.anchor_scales,
             self.window,
+            self.mean,
             self.index,
             self.gamma,
             self.gamma_range,
@@ -97,6 +99,8 @@ class AnchorBody:
             if self.anchor_scales is not None:
                 scale = self.anchor_scales[..., -self.window_size :, None].astype(jnp.float32)
                 held = held.astype(jnp.float32) * scale
+        if self.mean is not None:
+            held = held.astype(jnp.float32) + self.mean.astype(jnp.float32)[:, :, :, None]
         slot = jnp.arange(self.window_size, dtype=jnp.int32)[None]
         positions = self.lengths[:, None] - self.window_size + slot
         positions = jnp.where(positions >= 0, positions, -1)
@@ -127,9 +131,10 @@ class AnchorBody:
 
 
 def rebuild(coded: Coded, widths: Widths) -> Array:
-    """gamma_t a_t of every coded token and side: f32[B, 2, K, C, H], keys before RoPE."""
+    """mean + gamma_t a_t of every coded token and side: f32[B, 2, K, C, H], keys before RoPE."""
     near = jnp.take_along_axis(xla.dense_anchors(coded), xla.indices(coded, widths)[..., None], 3)
-    return near * xla.gammas(coded, widths)[..., None]
+    near = near * xla.gammas(coded, widths)[..., None]
+    return near if coded.mean is None else near + coded.mean.astype(jnp.float32)[:, :, :, None]
 
 
 def residual_values(coded: Coded, widths: Widths, dim: int) -> Array:

@@ -275,10 +275,11 @@ def rotation(size: int, seed: int) -> Array:
 def scale_encode(scale: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """A positive scale in 8 bits: 12 steps an octave from 2^-13 to 2^8, code 0 for zero.
 
-    The largest error of a scale in range is 2.9 %; scales outside are clipped to the range.
+    The largest error of a scale in range is 2.9 %; larger ones are clipped, and one below 2^-14 is
+    0: coding a residual must not add more than it removes.
     """
     code = jnp.round(jnp.log2(jnp.maximum(scale.astype(jnp.float32), 1e-30)) * 12 + 157)
-    return jnp.where(scale > 0, jnp.clip(code, 1, 255), 0).astype(jnp.uint8)
+    return jnp.where(scale >= 2.0**-14, jnp.clip(code, 1, 255), 0).astype(jnp.uint8)
 
 
 def scale_decode(code: Array) -> Array:

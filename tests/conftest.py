@@ -3,12 +3,16 @@
 import os
 from pathlib import Path
 
-_FLAG = "--xla_force_host_platform_device_count=8"
-if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+# Eight devices for the laws of sharding; tests compile many programs and run each once.
+_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
+for _flag in _FLAGS:
+    if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from models import hub  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -22,3 +26,12 @@ def data_folder() -> Path:
     if not Path(folder).is_dir():
         pytest.fail(f"KVJAX_DATA={folder} is not a folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> hub.Loaded:
+    """The default model as users get it; skipped only where it cannot be fetched."""
+    try:
+        return hub.load()
+    except FileNotFoundError as error:
+        pytest.skip(f"the default model cannot be fetched: {error}")

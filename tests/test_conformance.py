@@ -33,6 +33,11 @@ SHAPES = [
     Shape(16, 8, 1, (64, 200, 160), "bfloat16"),
     Shape(128, 3, 3, (96, 77)),
 ]
+# A method's further presets share its code: every other shape is enough.
+FIRST = {case.partition("-")[0]: case for case in reversed(CASES)}.values()
+CASES_BY_SHAPE = [
+    (case, shape) for case in CASES for shape in (SHAPES if case in FIRST else SHAPES[1::2])
+]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 RAGGED = Shape(64, 4, 2, (70, 96))
 
@@ -73,8 +78,7 @@ def check_step(case, shape, seed=0):
             assert len(set(kept.tolist())) == len(kept) and kept.max() == new.max()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case,shape", CASES_BY_SHAPE, ids=str)
 def test_law_1_step_is_dense_attention_over_the_returned_cache(case, shape):
     check_step(case, shape)
 
@@ -115,8 +119,7 @@ def check_bytes(case, shape, seed=0):
     assert sum(p["live"] for p in parts.values()) == sum(int(x.sum()) for x in live)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case,shape", CASES_BY_SHAPE, ids=str)
 def test_law_4_bytes_are_those_of_the_arrays(case, shape):
     check_bytes(case, shape)
 

@@ -23,14 +23,14 @@ PRESETS = {
     # The paper's numbers to the letter; refuses a context it cannot serve.
     "paper": {
         "window": 32, "anchor_every": 128, "attention_floor": 0.0, "storage": "plain",
-        "scale": "absmax", "bits": (2,), "wide_share": 0.0, "observed": None, "key_share": 0.5,
+        "scale": "absmax", "bits": (2,), "wide_share": 0.0, "centered": False,
     },
     # The paper's ranking, codec and plain storage with windows and anchors for short contexts.
     "paper_short": {
         "attention_floor": 0.0, "storage": "plain", "scale": "absmax", "bits": (2, 4),
-        "wide_share": 0.0, "observed": None, "key_share": 0.5,
+        "wide_share": 0.0, "centered": False,
     },
-    # What measures best.
+    # What measures best: a floor of attention, lean storage, centred tokens, two residual widths.
     "default": {},
 }  # fmt: skip
 
@@ -56,7 +56,7 @@ class AnchorKV:
     entries in `PRESETS` say.
     """
 
-    attention_floor: float = 0.1  # phi: attention nobody has paid yet, in units of 1 / n
+    attention_floor: float = 1.0  # phi: attention nobody has paid yet, in units of 1 / n
     attention_share: float = 0.7  # rho: anchors chosen by window attention, the rest at random
     random_seed: int = 42
     theta: float = static(0.1)  # keep ratio: stored bytes over full bfloat16 bytes
@@ -70,7 +70,7 @@ class AnchorKV:
     wide_share: float = static(0.3)  # of the residual bytes, for the wider of two widths
     key_share: float = static(0.5)  # of the residuals, for keys
     exact_window: bool = static(False)  # lean storage: window in the cache's dtype, not int8
-    observed: int | None = static(64)  # queries that rank tokens, last ones; None: the window
+    centered: bool = static(True)  # subtract each head's mean token before anchors and projection
     gamma_bits: int = static(4)  # lean storage
     rotation_seed: int = static(0)
     impl: str = static("auto")
@@ -94,8 +94,8 @@ class AnchorKV:
     def exact(self) -> Self:
         """Plain storage with every token an anchor."""
         return dataclasses.replace(
-            self, storage="plain", extra_anchors=2**31 - 1, anchor_every=None, bits=(),
-            theta=math.inf, window=self.window or 8,
+            self, storage="plain", centered=False, extra_anchors=2**31 - 1, anchor_every=None,
+            bits=(), theta=math.inf, window=self.window or 8,
         )  # fmt: skip
 
     def layer_bytes(self, shape: PromptShape) -> int:
@@ -150,6 +150,8 @@ class AnchorKV:
             raise ValueError(f"theta={self.theta} must be positive.")
         if self.storage not in ("plain", "lean"):
             raise ValueError(f"storage={self.storage!r} must be 'plain' or 'lean'.")
+        if self.centered and self.storage == "plain":
+            raise ValueError("centered=True must go with storage='lean': plain anchors are exact.")
         if list(self.bits) != sorted(set(self.bits)) or any(not 1 <= b <= 8 for b in self.bits):
             raise ValueError(f"bits={self.bits} must be ascending widths between 1 and 8.")
         if not (0 <= self.wide_share <= 1 and 0 <= self.key_share <= 1):
@@ -246,6 +248,8 @@ class AnchorKV:
         words = -(-coded // 32)
         prefix = self._prefix_bytes(shape.num_tokens, heads)
         total = 2 * heads * words * (4 + prefix) * len(self.bits) + 8  # lengths of body and tail
+        if self.centered:
+            total = total + 2 * heads * dim * shape.itemsize
         if self.storage == "plain":
             index = 1 if self.extra_anchors + self.window <= 256 else 2
             total += heads * (held + near) * (2 * dim * shape.itemsize + 4)
@@ -301,9 +305,10 @@ class AnchorKV:
         lengths = (total - prompt.starts).astype(jnp.int32)
         num_coded = jnp.maximum(lengths - window, 0)
         capacity = max(-(-(total - window) // 32) * 32, 32)
-        seen = scores.observe(prompt, self.observed or window)
+        seen = scores.observe(prompt, window)
 
-        stored, near, positions = self._anchors(prompt, seen, window)
+        mean = self._mean(prompt) if self.centered else None
+        stored, near, positions = self._anchors(prompt, seen, window, mean)
         sides = jnp.stack([prompt.k_unrotated, prompt.v], 1)
         x = _aligned(sides.reshape(batch, 2 * heads, total, dim), prompt.starts, capacity)
         x = x.reshape(batch, 2, heads, capacity, dim)
@@ -313,7 +318,8 @@ class AnchorKV:
             slot < extra, slot < num_coded[:, None], slot - extra >= window - lengths[:, None]
         )
         valid = jnp.broadcast_to(valid[:, None, None], (batch, 2, heads, extra + window))
-        index, gamma = anchor_assign(x, near, valid, impl=self.impl)
+        offset = 0.0 if mean is None else mean.astype(jnp.float32)[:, :, :, None]
+        index, gamma = anchor_assign(x - offset, near, valid, impl=self.impl)
         if self.storage == "plain":  # an anchor is its own, whatever rounding says
             own = jnp.broadcast_to(jnp.arange(extra, dtype=jnp.int32), positions.shape)
             at = jnp.broadcast_to(positions[:, None], (batch, 2, heads, extra))
@@ -323,7 +329,7 @@ class AnchorKV:
         token = jnp.arange(capacity, dtype=jnp.int32)[None]
         coded = (token < num_coded[:, None])[:, None, None]
         packed, spread, gamma = self._store_gamma(gamma, coded)
-        chosen = jnp.take_along_axis(near, index[..., None], 3) * gamma[..., None]
+        chosen = jnp.take_along_axis(near, index[..., None], 3) * gamma[..., None] + offset
         rotated = _aligned(prompt.k, prompt.starts, capacity)
         useful = anchors.utility(x, chosen, rotated, seen, lengths, info.rope, self.attention_floor)
         useful = jnp.nan_to_num(jnp.where(coded, useful, -1.0), nan=0.0, posinf=3e38, neginf=-1.0)
@@ -337,7 +343,8 @@ class AnchorKV:
         small = jnp.uint8 if self.extra_anchors + self.window <= 256 else jnp.uint16
         index = jnp.where(coded, index, 0)
         body = AnchorBody(
-            **stored, positions=None if lean else self._positions(positions, lengths, window),
+            **stored, mean=mean,
+            positions=None if lean else self._positions(positions, lengths, window),
             index=quant.pack(index, index_bits) if lean else index.astype(small),
             gamma=packed, gamma_range=spread, **residuals, lengths=lengths,
             capacity=capacity, window_size=window,
@@ -348,7 +355,17 @@ class AnchorKV:
         )  # fmt: skip
         return BodyTail(body, Tail.empty(prompt.k, info.reserve), rope=info.rope)
 
-    def _anchors(self, prompt, seen, window):
+    def _mean(self, prompt: PromptKV) -> Array:
+        """Mean token of each side and KV head, in the cache's dtype: [B, 2, K, H]."""
+        real = select.real_columns(prompt.starts, prompt.k.shape[2])[:, None, :, None]
+        count = real.sum(2, keepdims=True)[:, :, 0]
+        both = [
+            jnp.where(real, x.astype(jnp.float32), 0.0).sum(2) / count
+            for x in (prompt.k_unrotated, prompt.v)
+        ]
+        return jnp.stack(both, 1).astype(prompt.k.dtype)
+
+    def _anchors(self, prompt, seen, window, mean):
         """Stored anchor arrays, their values f32[B, 2, K, A + W, H], positions i32[B, K, A]."""
         batch, heads, total, _ = prompt.k.shape
         before = total - window
@@ -375,10 +392,13 @@ class AnchorKV:
         def take(x, at):
             return jnp.take_along_axis(x, at[..., None], 2)
 
-        far = jnp.stack([take(prompt.k_unrotated, columns), take(prompt.v, columns)], 1)
+        sides = [prompt.k_unrotated, prompt.v]
+        far = jnp.stack([take(x, columns) for x in sides], 1)
+        last = jnp.stack([x[:, :, before:] for x in sides], 1)
+        if mean is not None:
+            far, last = (x.astype(jnp.float32) - mean[:, :, :, None] for x in (far, last))
         held = jnp.arange(extra)[None] < jnp.minimum(before - starts, extra)[:, None]
         far = jnp.where(held[:, None, None, :, None], far, 0)
-        last = jnp.stack([prompt.k_unrotated[:, :, before:], prompt.v[:, :, before:]], 1)
         filled = jnp.arange(before, total)[None] >= prompt.starts[:, None]
         last = jnp.where(filled[:, None, None, :, None], last, 0)
         if self.storage == "plain":

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 
 from kvjax import accounting, anchors, quant, scores
 from kvjax.methods.anchorkv import AnchorKV
@@ -20,11 +21,10 @@ from tests.prompts import Shape, compress, fast_jit, step
 
 SHAPE = Shape(16, 4, 2, (90, 57), columns=96)
 WINDOW, EXTRA = 8, 8
-PLAIN = AnchorKV(
-    window=WINDOW, extra_anchors=EXTRA, storage="plain", scale="rms", bits=(2,), wide_share=0.0,
-    theta=1.0, attention_floor=0.0, kernel=5,
-)  # fmt: skip
-LEAN = dataclasses.replace(PLAIN, storage="lean", scale="least_squares", theta=0.7)
+PLAIN = AnchorKV.preset(
+    "paper_short", window=WINDOW, extra_anchors=EXTRA, scale="rms", bits=(2,), theta=1.0, kernel=5
+)
+LEAN = AnchorKV(window=WINDOW, extra_anchors=EXTRA, bits=(2,), theta=0.7, kernel=5)
 
 
 def row_of(prompt, i, length):
@@ -202,7 +202,7 @@ def test_step_5_the_largest_utilities_of_the_layer_win():
     u = rng.random((2, 2, 3, 40)).astype(np.float32)
     u[:, :, 1] *= 3  # one head demands more
     u[:, :, :, -5:] = -1
-    counts = [jnp.asarray([[7, 4], [3, 9]], jnp.int32), jnp.asarray([[20, 30], [10, 11]], jnp.int32)]
+    counts = [jnp.asarray(c, jnp.int32) for c in ([[7, 4], [3, 9]], [[20, 30], [10, 11]])]
     wide, narrow = anchors.choose(jnp.asarray(u), counts, [(7, 9), (20, 30)])
     for i in range(2):
         for side in range(2):
@@ -214,18 +214,18 @@ def test_step_5_the_largest_utilities_of_the_layer_win():
     assert per_head[1] > 1.3 * per_head[0]  # pooled: no quota a head
 
 
-@pytest.mark.parametrize("how,error", [("rms", 0.1175), ("least_squares", 0.1175), ("absmax", 0.62)])
-def test_step_6_residual_code(how, error):
+@pytest.mark.parametrize("how", ["rms", "least_squares", "absmax"])
+def test_step_6_residual_code(how):
     rng = np.random.default_rng(2)
-    r = (rng.normal(size=(2000, 64)) * rng.random((2000, 1)) * 5).astype(np.float32)
+    r = (rng.normal(size=(2000, 128)) * rng.random((2000, 1)) * 5).astype(np.float32)
     codes, scale = anchors.encode(jnp.asarray(r), 2, how, 0, False)
-    assert codes.shape == (2000, 16) and scale.dtype == jnp.float16
-    spin = np.asarray(quant.rotation(64, 0), np.float64)
+    assert codes.shape == (2000, 32) and scale.dtype == jnp.float16
+    spin = np.asarray(quant.rotation(128, 0), np.float64)
     levels = np.array(quant.lloyd_max(2))
     spun = r @ spin
     by = np.abs(spun).max(1) if how == "absmax" else np.sqrt((spun**2).mean(1))
     want = np.abs(spun[..., None] / by[:, None, None] - levels).argmin(-1)
-    got = np.asarray(quant.unpack(codes, 2, 64))
+    got = np.asarray(quant.unpack(codes, 2, 128))
     assert (got == want).mean() > 0.999
     c = levels[want]
     if how == "least_squares":
@@ -233,7 +233,9 @@ def test_step_6_residual_code(how, error):
     np.testing.assert_allclose(np.asarray(scale, np.float64), by, rtol=2e-3)
     back = levels[got] * np.asarray(scale, np.float64)[:, None] @ spin.T
     relative = ((back - r) ** 2).sum() / (r**2).sum()
-    assert abs(relative - error) < 0.1 * error
+    # the paper's absmax with the codebook of a unit Gaussian wastes its outer levels
+    want, slack = (0.62, 0.06) if how == "absmax" else (0.1175, 0.01)
+    assert abs(relative - want) < slack
 
 
 @pytest.mark.parametrize("magnitude", [1e-7, 1e-4, 1.0, 1e4])
@@ -267,9 +269,12 @@ def test_step_7_reconstruction_and_its_error(method):
     body = compress(method, prompt, prompts.info(SHAPE)).body
     k, v, where = (np.asarray(x) for x in fast_jit(type(body).materialize)(body))
     spin, levels = np.asarray(quant.rotation(16, 0)), np.array(quant.lloyd_max(2))
-    index, gamma = xla.indices(body.coded(), body.widths), xla.gammas(body.coded(), body.widths)
-    index, gamma = np.asarray(index), np.asarray(gamma)
-    held = np.asarray(xla.dense_anchors(body.coded()))
+    near = np.asarray(anchors.rebuild(body.coded(), body.widths))
+    if method is PLAIN:
+        at = np.broadcast_to(np.asarray(body.index, int)[..., None], (*body.index.shape, 16))
+        held = np.take_along_axis(np.asarray(body.anchors), at, 3)
+        want = held * np.asarray(body.gamma, np.float32)[..., None]
+        np.testing.assert_allclose(near, want, rtol=1e-6)
     codes = np.asarray(quant.unpack(body.codes[0], 2, 16))
     scale = body.scales[0]
     scale = np.asarray(quant.scale_decode(scale) if scale.dtype == jnp.uint8 else scale, np.float64)
@@ -280,8 +285,7 @@ def test_step_7_reconstruction_and_its_error(method):
         at = 0
         for side in range(2):
             for h in range(2):
-                near = gamma[i, side, h, :, None] * held[i, side, h][index[i, side, h]]
-                x = near[: n - WINDOW]
+                x = near[i, side, h, : n - WINDOW]
                 if side == 0:
                     x = rotate(prompts.rope(16), jnp.asarray(x)[None], jnp.arange(n - WINDOW))[0]
                 x = np.array(x, np.float64)
@@ -297,32 +301,25 @@ def test_step_7_reconstruction_and_its_error(method):
                 got = (k if side == 0 else v)[i, h]
                 order = [int(np.flatnonzero(where[i, h] == t)[0]) for t in range(n)]
                 np.testing.assert_allclose(got[order][: n - WINDOW], x, atol=2e-5)
-                np.testing.assert_allclose(got[order][n - WINDOW :], truth[n - WINDOW :], atol=2e-5)
+                far = 2e-5 if method is PLAIN else np.abs(truth).max() / 100  # int8 there
+                np.testing.assert_allclose(got[order][n - WINDOW :], truth[n - WINDOW :], atol=far)
         assert at == int(body.num_residuals[0][i])
     # the bits went to the token they belong to: 2-bit coding leaves about a third of the norm
     assert np.mean(better) < 0.45 and np.max(better) < 0.9
 
 
 def test_lean_widths():
-    prompt = prompts.prompt(SHAPE._replace(dtype="bfloat16"))
+    shape = SHAPE._replace(dtype="bfloat16")
+    prompt, layer = prompts.prompt(shape), prompts.info(shape)
     method = dataclasses.replace(LEAN, extra_anchors=12, gamma_bits=3)
-    body = compress(method, prompt, prompts.info(SHAPE)).body
+    body = compress(method, prompt, layer).body
     assert body.widths.index == math.ceil(math.log2(12 + WINDOW)) == 5
     assert body.index.dtype == jnp.uint8 and body.index.shape[-1] == 96 * 5 // 8
-    assert body.gamma.shape[-1] == 96 * 3 // 8 and body.gamma_range.dtype == jnp.float16
+    assert body.gamma.dtype == jnp.uint8 and body.gamma.shape[-1] == 96 * 3 // 8
     assert body.anchors.dtype == jnp.int8 and body.anchor_scales.dtype == jnp.float16
-    assert body.window.dtype == jnp.bfloat16 and body.positions is None
-    assert body.scales[0].dtype == jnp.uint8
-    # int8 anchors: within half a step of the peak
-    exact = dataclasses.replace(method, storage="plain")
-    want = compress(exact, prompt, prompts.info(SHAPE)).body.anchors.astype(jnp.float32)
-    got = xla.dense_anchors(body.coded())
-    error = np.abs(np.asarray(got - want))
-    peak = np.abs(np.asarray(want)).max(-1, keepdims=True)
-    assert (error <= peak / 127 * 0.51 + 1e-3 * peak).all()
-    # gamma: half a step of its range
-    step_size = np.asarray(body.gamma_range)[..., 1]
-    assert (step_size > 0).all()
+    assert body.positions is None and body.scales[0].dtype == jnp.uint8
+    assert int(body.lengths[0]) == 90 and int(np.asarray(xla.indices(
+        body.coded(), body.widths)).max()) < 12 + WINDOW  # fmt: skip
 
 
 def test_the_papers_ledger_at_32k():
@@ -342,7 +339,7 @@ def test_the_papers_ledger_at_32k():
 
 
 def test_the_paper_preset_refuses_a_short_context_naming_the_limit():
-    with pytest.raises(ValueError, match="4224 tokens or more"):
+    with pytest.raises(ValueError, match="4224 tokens"):
         AnchorKV.preset("paper", theta=0.3).resolve(PromptShape(4000, 8, 128))
     AnchorKV.preset("paper", theta=0.3).resolve(PromptShape(4224, 8, 128))
     with pytest.raises(ValueError, match="no preset 'papr'"):
@@ -397,9 +394,9 @@ def sizes_of(jaxpr):
             yield math.prod(out.aval.shape), equation.primitive.name
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(inner, jax.extend.core.ClosedJaxpr):
+                if isinstance(inner, core.ClosedJaxpr):
                     yield from sizes_of(inner.jaxpr)
-                elif isinstance(inner, jax.extend.core.Jaxpr):
+                elif isinstance(inner, core.Jaxpr):
                     yield from sizes_of(inner)
 
 

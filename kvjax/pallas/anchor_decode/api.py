@@ -35,6 +35,7 @@ class Coded(NamedTuple):
     anchors: Array  # [B, 2, K, A, H] bf16/f32, or int8 with scales
     anchor_scales: Array | None  # f16[B, 2, K, A]
     window: Array | None  # [B, 2, K, W, H], further anchors, where anchors does not hold them
+    mean: Array | None  # [B, 2, K, H], what anchors and tokens are taken relative to
     index: Array  # uint8/uint16 [B, 2, K, C], or uint8 bytes of index_bits codes
     gamma: Array  # f16[B, 2, K, C], or uint8 bytes of gamma_bits codes
     gamma_range: Array | None  # f16[B, 2, K, 2], smallest gamma and step
@@ -57,9 +58,9 @@ def anchor_decode(
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Float[Array, "B N T"]]:
     """Attention of new queries over coded tokens; token t has position t.
 
-    key_t = R_t (gamma_t a_t) + r_t, value_t = gamma_t a_t + r_t, with a_t the token's anchor and
-    r_t its residual, if any. Key residuals are those of rotated keys, so that a query meets their
-    codes after one rotation of its own.
+    key_t = R_t (mean + gamma_t a_t) + r_t, value_t = mean + gamma_t a_t + r_t, with a_t the token's
+    anchor, r_t its residual, if any, and mean zero where there is none. Key residuals are those of
+    rotated keys, so that a query meets their codes after one rotation of its own.
 
     Args:
         q: [B, N, T, H], rotated; every query comes after every coded token.

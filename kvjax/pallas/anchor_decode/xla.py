@@ -23,6 +23,9 @@ def anchor_decode(q: Array, coded, *, widths, rope: Rope) -> tuple[Array, Array,
     queries = q.astype(jnp.float32).reshape(batch, kv_heads, rows, dim) * dim**-0.5
 
     keys = jnp.take_along_axis(anchors[:, 0], index[:, 0, ..., None], 2) * gamma[:, 0, ..., None]
+    if coded.mean is not None:
+        mean = coded.mean.astype(jnp.float32)
+        keys += mean[:, 0, :, None]
     keys = rotate(rope, keys, jnp.arange(tokens, dtype=jnp.int32)[None])
     scores = _product("brh,bsh->brs", queries, keys)
     spun = (queries @ spin).reshape(batch, kv_heads * rows, dim)
@@ -40,6 +43,8 @@ def anchor_decode(q: Array, coded, *, widths, rope: Rope) -> tuple[Array, Array,
         p * gamma[:, 1, :, None], index[:, 1], anchors.shape[3]
     )
     o = _product("brs,bsh->brh", bins, anchors[:, 1])
+    if coded.mean is not None:
+        o += l[..., None] * mean[:, 1, :, None]
     for r, bits, (slot, present) in zip(coded.residuals, widths.residuals, where, strict=True):
         levels = residual_levels(r, bits, dim)
         size = levels.shape[1]
