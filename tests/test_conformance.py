@@ -33,10 +33,14 @@ SHAPES = [
     Shape(16, 8, 1, (64, 200, 160), "bfloat16"),
     Shape(128, 3, 3, (96, 77)),
 ]
-# A method's further presets share its code: every other shape is enough.
-FIRST = {case.partition("-")[0]: case for case in reversed(CASES)}.values()
+# The presets of a method share its code: they share out the shapes, and the first runs every law.
+PRESETS_OF = {name: [c for c in CASES if c.partition("-")[0] == name] for name in registry.names()}
+FIRST = [cases[0] for cases in PRESETS_OF.values()]
 CASES_BY_SHAPE = [
-    (case, shape) for case in CASES for shape in (SHAPES if case in FIRST else SHAPES[1::2])
+    (case, shape)
+    for cases in PRESETS_OF.values()
+    for i, case in enumerate(cases)
+    for shape in SHAPES[i :: len(cases)]
 ]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 RAGGED = Shape(64, 4, 2, (70, 96))
@@ -190,7 +194,7 @@ def tree_rows(tree, rows):
     return jax.tree.map(lambda x: x[jnp.asarray(rows)], tree)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_law_6_a_row_is_itself_whatever_stands_beside_or_before_it(case):
     shape = RAGGED
     method, layer = prompts.setting(case, shape.row), prompts.info(shape)
@@ -224,7 +228,7 @@ def feed(cache, inputs, sizes, flush_every):
     return jnp.concatenate(outs, 2), cache
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_law_6_tokens_appended_in_any_chunks_end_in_the_same_cache(case):
     shape = RAGGED
     method = prompts.setting(case, shape.row)
@@ -248,7 +252,7 @@ def test_law_6_tokens_appended_in_any_chunks_end_in_the_same_cache(case):
             np.testing.assert_allclose(a, b, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_law_7_rows_reorder_repeat_and_select(case):
     _, inputs, cache, out, *_ = built(case, SHAPES[2])
     for rows in ([2, 0, 1], [1, 1, 1], [0, 2, 0]):
@@ -256,7 +260,7 @@ def test_law_7_rows_reorder_repeat_and_select(case):
         np.testing.assert_allclose(np.asarray(got), np.asarray(out)[rows], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_law_7_sharded_is_unsharded(case):
     mesh = sharding.make_mesh(data=2, model=4)
     shape = Shape(16, 8, 4, (70, 64))
@@ -283,7 +287,7 @@ def test_law_7_sharded_is_unsharded(case):
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_law_8_a_second_prompt_meets_a_fresh_method(case):
     long, short = SHAPES[1], SHAPES[1]._replace(lengths=(80,))
     method = prompts.setting(case, short.row)
@@ -311,8 +315,8 @@ def degenerate(kind: str, shape: Shape) -> PromptKV:
                 x[:] = x[:, :1]
             elif kind == "huge":
                 x *= 1e4 / np.abs(x).max()
-            elif kind == "largest" and name != "q":
-                x[:] = np.sign(x) * 3e38
+            elif kind == "largest" and name != "q":  # squares still fit float32
+                x[:] = np.sign(x) * 1e18
     return prompts.build(rows, shape)
 
 
@@ -322,15 +326,13 @@ def test_law_10_degenerate_prompts_stay_finite_and_keep_the_recent(case, dtype):
     shape = {"float32": SHAPES[1], "bfloat16": SHAPES[4]}[dtype]
     method, layer = prompts.setting(case, shape.row), prompts.info(shape)
     inputs, longest = prompts.step_inputs(shape, 3), int(np.argmax(shape.lengths))
-    kinds = ["zero", "constant", "ties", "huge"] + ["largest"] * (dtype == "bfloat16")
-    for kind in kinds:
+    for kind in ("zero", "constant", "ties", "huge", "largest"):
         cache = compress(method, degenerate(kind, shape), layer)
         out, after = step(cache, *inputs)
         k, v, where = after.materialize()
         for leaf in jax.tree.leaves((cache, k, v)):
             assert not np.isnan(np.asarray(leaf, np.float32)).any(), kind
-        if kind != "largest":  # 3e38 overflows a sum of values in the full cache too
-            assert np.isfinite(np.asarray(out, np.float32)).all(), kind
+        assert np.isfinite(np.asarray(out, np.float32)).all(), kind
         where = np.asarray(where)
         if kind in ("zero", "constant"):
             value = 0.0 if kind == "zero" else 0.7
@@ -465,7 +467,7 @@ def test_law_5_exact_generates_the_full_caches_tokens(case):
     np.testing.assert_array_equal(np.asarray(result.tokens), generated("full")[0])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_law_6_a_wider_bucket_gives_the_same_logits(case):
     model, params = tiny()
     method, caches = model_caches(case, 96)
@@ -475,7 +477,7 @@ def test_law_6_a_wider_bucket_gives_the_same_logits(case):
     np.testing.assert_allclose(logits, generated(case)[1][:, :3], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_law_6_compressing_inside_prefill_is_compressing_after(case):
     model, params = tiny()
     method, want = model_caches(case)

@@ -53,6 +53,7 @@ def test_left_pad():
 def forward_logits(tokens):
     """Logits of every token by one dense pass, no cache."""
     model, params, *_ = setup()
+
     def attend(layer, q, k, v, state):
         at = jnp.arange(q.shape[2], dtype=jnp.int32)
         q, k = rotate(model.rope, q, at), rotate(model.rope, k, at)
@@ -166,9 +167,7 @@ def test_extend_splits_what_a_cache_cannot_take_at_once():
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 61, (2, 19)), jnp.int32)
     at = jnp.asarray(filled.lengths[:, None] + np.arange(19)[None], jnp.int32)
     start = caches(method, 24)
-    hidden, after = decode.extend(
-        model, params, start, tokens, at, flush_every=method.flush_every
-    )
+    hidden, after = decode.extend(model, params, start, tokens, at, flush_every=method.flush_every)
     exact, _ = decode.extend(model, params, caches(reserve=24), tokens, at)
     want = decode.head(model, params, exact)
     got = decode.head(model, params, hidden)

@@ -1,11 +1,18 @@
-"""Unnormalised softmax attention over dense keys: the value-level math that ops share.
+"""The value-level math that ops share: softmax partials over dense keys, fields of packed codes.
 
 Batch and KV heads are one leading axis in every product: a product with two batch axes and a batch
 of one is several times slower on a CPU.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
+
+from kvjax import quant
 
 MASKED = -1e30
 
@@ -76,3 +83,59 @@ def expand(mask: Array, heads: int, kv_heads: int) -> Array:
     """A mask [B, 1 or K, T, S] repeated for the G query heads of a group: [B, 1 or K, G*T, S]."""
     group = heads // kv_heads
     return mask if group == 1 else jnp.tile(mask, (1, 1, group, 1))
+
+
+def fields(packed: Array, bits: int, size: int) -> Array:
+    """Unpack codes in the cheapest order: four bytes at a time, a shift a field.
+
+    `quant.unpack` restores the order of the codes, which a CPU cannot do in whole words. A product
+    sums in any order: give its other operand `field_order`.
+
+    Args:
+        packed: uint8 [..., quant.packed_size(size, bits)].
+        bits: 1 to 8.
+        size: number of codes n.
+
+    Returns:
+        i32[..., X, Y] with X * Y = n; flat entry i is code `field_order(bits, size)[i]`.
+    """
+    if not _whole_words(bits, size):
+        return quant.unpack(packed, bits, size)[..., None, :]
+    quads = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
+    words = lax.bitcast_convert_type(quads, jnp.uint32)[..., None, :]
+    shift = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (packed.ndim - 1) + (-1, 1))
+    return ((words >> shift) & (2**bits - 1)).astype(jnp.int32)
+
+
+def field_order(bits: int, size: int) -> np.ndarray:
+    """The code that each entry of `fields` holds: int[size]."""
+    if not _whole_words(bits, size):
+        return np.arange(size)
+    width = quant.packed_size(size, bits)  # byte j holds codes j, j + width, j + 2 width, ...
+    byte, part, word = np.ix_(range(4), range(8 // bits), range(width // 4))
+    return (part * width + 4 * word + byte).reshape(-1)
+
+
+def _whole_words(bits: int, size: int) -> bool:
+    return 8 % bits == 0 and size * bits % 32 == 0
+
+
+def decoded(decode: Callable[..., Any], lengths: Array, q: Array, body: Any) -> Any:
+    """`decode(q, body)`, stored before anything reads it; zeros where no row has a length.
+
+    A branch is a computation of its own. Without it XLA fuses the decoding into its consumers,
+    where a CPU repeats it for every channel and query; and, as it needs nothing but the body, it
+    decodes all layers before the first one is attended to.
+
+    Args:
+        decode: a function of q and body that returns arrays; what it returns must depend on q.
+        lengths: i32[...], entries that the body holds.
+        q: the queries.
+        body: arrays.
+    """
+    shapes = jax.eval_shape(decode, q, body)
+
+    def nothing(*_):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return lax.cond(lengths.max() > 0, decode, nothing, q, body)
