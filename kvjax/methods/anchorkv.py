@@ -22,8 +22,8 @@ from kvjax.types import LayerInfo, PromptKV, PromptShape
 PRESETS = {
     # The paper's numbers to the letter; refuses a context it cannot serve.
     "paper": {
-        "theta": 0.05, "window": 32, "anchor_every": 128, "attention_floor": 0.0, "storage": "plain",
-        "scale": "absmax", "bits": (2,), "wide_share": 0.0, "centered": False,
+        "theta": 0.05, "window": 32, "anchor_every": 128, "attention_floor": 0.0,
+        "storage": "plain", "scale": "absmax", "bits": (2,), "wide_share": 0.0, "centered": False,
     },
     # The paper's ranking, codec and plain storage with windows and anchors for short contexts.
     "paper_short": {
@@ -74,6 +74,7 @@ class AnchorKV:
     exact_window: bool = static(False)  # lean storage: window in the cache's dtype, not int8
     centered: bool = static(True)  # subtract each head's mean token before anchors and projection
     gamma_bits: int = static(4)  # lean storage
+    prefix_bits: int | None = static(None)  # of the slot counts; None: 32, or 16 where lean fits
     rotation_seed: int = static(0)
     impl: str = static("auto")
     flush_every = None
@@ -116,7 +117,7 @@ class AnchorKV:
 
     def _smallest_theta(self, shape: PromptShape) -> float:
         n, least = np.array([shape.num_tokens]), dataclasses.replace(self, theta=0.0)
-        method = least._with_sizes(shape, smallest=True)
+        method = least._with_prefix(shape)._with_sizes(shape, smallest=True)
         base = float(method._base_bytes(n, shape)[0])
         theta = base / shape.full_bytes
         return theta if theta * shape.full_bytes >= base else math.nextafter(theta, math.inf)
@@ -134,10 +135,9 @@ class AnchorKV:
                 can, or if the paper's rule leaves no anchor beside the window.
         """
         self._check()
-        if self.extra_anchors is not None and self.window is not None and len(self.bits) <= 2:
-            method = self
-        else:
-            method = self._with_sizes(shape)
+        method = self._with_prefix(shape)
+        if not method._has_sizes():
+            method = method._with_sizes(shape)
         base = method._base_bytes(np.array([shape.num_tokens]), shape)[0]
         if self.theta * shape.full_bytes < base:
             raise ValueError(
@@ -146,6 +146,15 @@ class AnchorKV:
                 f" {math.ceil(self._smallest_theta(shape) * 1e4) / 1e4:g}."
             )
         return method
+
+    def _has_sizes(self) -> bool:
+        return None not in (self.window, self.extra_anchors) and len(self.bits) <= 2
+
+    def _with_prefix(self, shape: PromptShape) -> Self:
+        if self.prefix_bits is not None:
+            return self
+        fits = self.storage == "lean" and 2 * shape.kv_heads * shape.num_tokens <= 65535
+        return dataclasses.replace(self, prefix_bits=16 if fits else 32)
 
     def _check(self) -> None:
         if not self.theta >= 0:
@@ -238,9 +247,6 @@ class AnchorKV:
     def _index_bits(self) -> int:
         return max((self.extra_anchors + self.window - 1).bit_length(), 1)
 
-    def _prefix_bytes(self, tokens: int, kv_heads: int) -> int:
-        return 2 if self.storage == "lean" and 2 * kv_heads * tokens <= 65535 else 4
-
     def _base_bytes(self, n: np.ndarray, shape: PromptShape) -> np.ndarray:
         """Live bytes of rows of n tokens before any residual, int64 like n."""
         heads, dim = shape.kv_heads, shape.head_dim
@@ -248,8 +254,8 @@ class AnchorKV:
         near, coded = np.minimum(n, self.window), np.maximum(n - self.window, 0)
         held = np.minimum(coded, self.extra_anchors)
         words = -(-coded // 32)
-        prefix = self._prefix_bytes(shape.num_tokens, heads)
-        total = 2 * heads * words * (4 + prefix) * len(self.bits) + 8  # lengths of body and tail
+        slots = 4 + self.prefix_bits // 8  # bytes of a mask word and of the count before it
+        total = 2 * heads * words * slots * len(self.bits) + 8  # and lengths of body and tail
         if self.centered:
             total = total + 2 * heads * dim * shape.itemsize
         if self.storage == "plain":
@@ -297,7 +303,7 @@ class AnchorKV:
         batch, heads, total, dim = prompt.k.shape
         shape = PromptShape(total, heads, dim, prompt.k.dtype.itemsize)
         method = self
-        if self.window is None or self.extra_anchors is None or len(self.bits) > 2:
+        if not self._has_sizes() or self.prefix_bits is None:
             method = self.resolve(shape)
         return method._compress(prompt, info, shape)
 
@@ -468,9 +474,8 @@ class AnchorKV:
             words = quant.bit_words(mask)
             used = jnp.arange(size)[None] < mask.reshape(batch, -1).sum(-1)[:, None]
             prefix = quant.popcount_prefix(words)
-            wide = self._prefix_bytes(shape.num_tokens, heads) == 4
             arrays["words"] += (words,)
-            arrays["prefix"] += (prefix.astype(jnp.uint32 if wide else jnp.uint16),)
+            arrays["prefix"] += (prefix.astype(f"uint{self.prefix_bits}"),)
             arrays["codes"] += (jnp.where(used[..., None], codes, 0).astype(jnp.uint8),)
             arrays["scales"] += (jnp.where(used, scale, 0).astype(scale.dtype),)
         return arrays
