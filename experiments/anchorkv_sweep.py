@@ -20,23 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments import plots
+from experiments import anchorkv_report
 from experiments.arms import Arm, plan
-from experiments.report import Column, interval, markdown, print_line, table
+from experiments.report import print_line
 from experiments.runner import Run, main
 from kvjax import accounting, decode, registry
 from kvjax.evaluation import continuation, needle
 from kvjax.types import PromptShape
 from models import hub
-
-# The prototype's relative error on 2,048 tokens of natural English, layers 0, 4, ..., 29.
-PROTOTYPE = {
-    ("streaming_llm", 5): 0.295, ("streaming_llm", 10): 0.402, ("streaming_llm", 20): 0.470,
-    ("snapkv", 5): 0.194, ("snapkv", 10): 0.295, ("snapkv", 20): 0.384,
-    ("anchorkv:paper_short", 5): 0.401, ("anchorkv:paper_short", 10): 0.360,
-    ("anchorkv", 5): 0.097, ("anchorkv", 10): 0.123, ("anchorkv", 20): 0.162,
-}  # fmt: skip
-PROBED = "0 4 9 14 19 24 29"
 
 
 @dataclass(frozen=True)
@@ -71,6 +62,8 @@ class Config:
     """compress after the question instead of before it"""
     generate: bool = False
     """also generate from the packed cache, greedily, and look for the number"""
+    matmul: Literal["bfloat16", "float32"] = "bfloat16"
+    """products with weights; float32 is exact, and as fast on a CPU without AVX512-BF16 or AMX"""
     quick: bool = False
     """one prompt a format, 4 and 10 times, no random and knorm"""
     folder: str | None = None
@@ -147,11 +140,27 @@ def run(config: Config, run: Run) -> None:
     for label in config.methods:
         registry.make(label)  # an unknown method fails before a model is loaded
     loaded = hub.load(config.model)
-    run.watch(scalars)
+    if config.matmul == "bfloat16":
+        loaded = dataclasses.replace(loaded, params=lighter(loaded.params))
+    run.watch(anchorkv_report.scalars)
     clock = Clock()
     for length in config.lengths:
         sweep(config, run, loaded, length, clock)
-    report(config, run, loaded.name, clock)
+    anchorkv_report.report(config, run, loaded.name)
+    if clock.seconds:
+        spent = ", ".join(f"{phase} {s:.0f} s" for phase, s in clock.seconds.items())
+        print_line(f"time: {spent}")
+
+
+def lighter(params: dict[str, Any]) -> dict[str, Any]:
+    """Matrices in bfloat16, norms and embedding as they are: activations stay float32."""
+
+    def matrix(x):
+        return x.astype(jnp.bfloat16) if x.ndim == 2 else x
+
+    layers = [jax.tree.map(matrix, layer) for layer in params["layers"]]
+    head = {"head": matrix(params["head"])} if "head" in params else {}
+    return {**params, **head, "layers": layers}
 
 
 def settle(config: Config) -> Config:
@@ -233,10 +242,11 @@ def measure(
 
     start = time.perf_counter()
     full_caches, full_views = views(registry.make("full"))
-    full = continuation.force(model, params, full_views, follows, positions)
+    probe = probed_columns(config, answers, width)
+    full = continuation.force(model, params, full_views, follows, positions, probe)
     clock.add("score", start, full)
     if not run.rows:
-        check_no_op(views, model, params, follows, positions, full)
+        check_no_op(views, (model, params), (follows, positions, probe), full)
     shape = PromptShape(longest, model.num_kv_heads, model.head_dim)
     for arm in arms:
         start = time.perf_counter()
@@ -245,9 +255,11 @@ def measure(
         stored = accounting.live_bytes(caches).stored
         check_bytes(arm, stored, shape, len(caches))
         start = time.perf_counter()
-        forced = continuation.force(model, params, seen, follows, positions)
+        forced = full
+        if arm.label != "full":
+            forced = continuation.force(model, params, seen, follows, positions, probe)
         quality = continuation.quality(full.logits, forced.logits, follows, positions, answers)
-        errors = continuation.output_errors(seen, full, positions)
+        errors = continuation.output_errors(seen, full)
         clock.add("score", start, quality)
         found = generated(config, loaded, arm, prefill, chunk) if config.generate else {}
         ratios = accounting.compression_ratio(caches, shape, prefill.lengths)
@@ -267,7 +279,7 @@ def measure(
                 "tail_bytes": allocated.tail,
                 "error": errors[i].mean(),
                 "error_by_layer": errors[i],
-                "error_probed": errors[i][probed(len(caches))].mean(),
+                "error_probed": errors[i][anchorkv_report.probed(len(caches))].mean(),
                 "nll": quality.nll[i],
                 "kl": quality.kl[i],
                 "top5": quality.top5_overlap[i],
@@ -283,11 +295,6 @@ def measure(
                 }
             run.append(row, kv_bytes=table if i == 0 else None)
         yield arm
-
-
-def probed(layers: int) -> list[int]:
-    """The layers of the prototype's table, where the model has them."""
-    return [layer for layer in (0, 4, 9, 14, 19, 24, 29) if layer < layers]
 
 
 def arm_name(arm: Arm, length: int) -> str:
@@ -307,13 +314,20 @@ def check_bytes(arm: Arm, stored: np.ndarray, shape: PromptShape, layers: int) -
         )
 
 
-def check_no_op(views, model, params, follows, positions, full) -> None:
+def check_no_op(views, model, inputs, full) -> None:
     """Fail unless an evictor that keeps everything gives the full cache's logits exactly."""
     _, seen = views(registry.make("snapkv").exact())
-    forced = continuation.force(model, params, seen, follows, positions)
+    forced = continuation.force(*model, seen, *inputs)
     if not bool((forced.logits == full.logits).all()):
         worst = float(jnp.abs(forced.logits - full.logits).max())
         raise ValueError(f"the no-op arm differs from the full cache by {worst}: it must not.")
+
+
+def probed_columns(config: Config, answers: jax.Array, width: int) -> jax.Array:
+    """Columns whose attention error is measured: around the answer's start, or all of a text."""
+    if config.task == "text":
+        return jnp.broadcast_to(jnp.arange(width), (len(answers), width))
+    return jnp.clip(answers[:, None] - 8 + jnp.arange(16)[None], 0, width - 1)
 
 
 def generated(config, loaded, arm, prefill, chunk) -> dict[str, list[float]]:
@@ -328,188 +342,17 @@ def generated(config, loaded, arm, prefill, chunk) -> dict[str, list[float]]:
         tokens[i, : len(question)] = question
     new = [len(q) for q in questions]
     positions = continuation.continuation_positions(prefill.lengths, new, width)
-    flush = arm.method.flush_every
     caches = decode.compress(arm.method, prefill.prompts, model, reserve=2 * longest + 32)
-    hidden, caches = decode.extend(
-        model, params, caches, jnp.asarray(tokens), positions, flush_every=flush
-    )
+    hidden, caches = decode.extend(model, params, caches, jnp.asarray(tokens), positions)
     last = jnp.asarray(new) - 1
     logits = decode.head(model, params, hidden[jnp.arange(rows), last])
     limit = max(len(p.follows) - p.answer_start for p in chunk) + 4
     made, _ = decode.generate(
         model, params, caches, logits, jnp.asarray(prefill.lengths + new),
-        max_new_tokens=limit, stop_ids=sorted(loaded.tokenizer.stop_ids), flush_every=flush,
+        max_new_tokens=limit, stop_ids=sorted(loaded.tokenizer.stop_ids),
     )  # fmt: skip
     texts = [loaded.tokenizer.decode([t for t in row if t >= 0]) for row in np.asarray(made.tokens)]
     return {"generated_exact": [float(p.answer in t) for p, t in zip(chunk, texts, strict=False)]}
-
-
-def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
-    """TensorBoard scalars of a row; the step is the prompt's number."""
-    arm = f"{row['method'].replace(':', '_')}_{row['target_ratio']:.1f}x"
-    names = {
-        "answer/token_match_share": "token_match", "answer/nll_nats": "answer_nll",
-        "continuation/kl_nats": "kl", "continuation/nll_nats": "nll",
-        "attention/error_share": "error", "memory/kv_bytes": "kv_bytes",
-    }  # fmt: skip
-    for tag, field in names.items():
-        yield f"{tag}/{row['length']}_{row['task']}/{arm}", row.get(field), row["prompt"]
-
-
-FIELDS = (
-    "exact", "generated_exact", "token_match", "answer_nll", "kl", "nll", "top5", "top1", "error",
-    "error_probed", "first_divergence", "ratio", "removed", "kv_bytes", "tail_bytes",
-)  # fmt: skip
-
-
-def report(config: Config, run: Run, name: str, clock: Clock) -> None:
-    """Tables, plots and summary, from the rows alone."""
-    sections, unsolved = [], {}
-    for length in config.lengths:
-        here = [row for row in run.rows if row["length"] == length]
-        if config.task == "needle":
-            unsolved[length] = too_hard(here)
-            here = [row for row in here if row["task"] not in unsolved[length]]
-        if not here:
-            sections.append(f"No format is solved by the full cache at {length:,} tokens.\n")
-            continue
-        means = plots.group_means(here, ["method", "target_ratio"], FIELDS)
-        limits = {(r["method"], r["target_ratio"]): r["limit"] for r in here}
-        for mean in means:
-            mean["limit"] = limits[mean["method"], mean["target_ratio"]]
-            mean["prototype"] = PROTOTYPE.get((mean["method"], mean["target_ratio"]))
-            step = round(mean["ratio"] * 100)
-            for field in ("exact", "kl", "error"):
-                if mean.get(field) is not None:
-                    run.log(f"sweep/{field}_share/{length}/{mean['method']}".replace(":", "_"),
-                            mean[field], step)  # fmt: skip
-        count = means[0]["n"]
-        how = "question-aware" if config.aware else "question-agnostic"
-        what = how if config.task == "needle" else "running text"
-        title = f"{name}, {length:,} tokens, {what}, n = {count}"
-        table(means, columns_of(config, brief=True), title)
-        sections.append(markdown(means, columns_of(config), title))
-        draw(run, config, here, means, title, length)
-        if config.task == "needle":
-            sections.append(by_format(here, length))
-        if unsolved.get(length):
-            left = ", ".join(f"{t} ({s:.0%})" for t, s in unsolved[length].items())
-            sections.append(
-                f"Left out, because the full cache itself solves too few of them: {left}.\n"
-            )
-    sections.append(notes(config))
-    run.write_summary("\n".join(sections))
-    if clock.seconds:
-        spent = ", ".join(f"{phase} {s:.0f} s" for phase, s in clock.seconds.items())
-        print_line(f"time: {spent}")
-
-
-def too_hard(rows: Sequence[dict]) -> dict[str, float]:
-    """Formats that the full cache solves in less than 95 % (four needles: 80 %) of the cases."""
-    hard = {}
-    for task in dict.fromkeys(row["task"] for row in rows):
-        scores = [r["exact"] for r in rows if r["task"] == task and r["method"] == "full"]
-        least = 0.8 if "multikey" in task else 0.95
-        if scores and np.mean(scores) < least:
-            hard[task] = float(np.mean(scores))
-    return {} if _tiny(rows) else hard
-
-
-def _tiny(rows: Sequence[dict]) -> bool:
-    """Whether the full cache never answers: random weights, where nothing can be compared."""
-    return not any(row["exact"] for row in rows if row["method"] == "full")
-
-
-def columns_of(config: Config, brief: bool = False) -> list[Column]:
-    """Columns of the table; `brief` for a terminal."""
-    columns = [
-        Column("method", "method"),
-        Column("asked", lambda r: f"{r['target_ratio']:.1f}x"),
-        Column("stored", lambda r: f"{r['ratio']:.2f}x"),
-    ]
-    if not brief:
-        columns.append(Column("removed", "removed", ".1%"))
-    columns.append(Column("KV MB", lambda r: r["kv_bytes"] / 1e6, ".2f"))
-    if config.task == "needle":
-        columns.append(Column("exact %", interval("exact", ".0f", 100)))
-        if config.generate:
-            columns.append(Column("generated %", interval("generated_exact", ".0f", 100)))
-        columns.append(Column("tokens right %", interval("token_match", ".0f", 100)))
-        columns.append(Column("answer NLL", interval("answer_nll", ".2f")))
-    columns.append(Column("KL", interval("kl", ".3f")))
-    if not brief:
-        columns += [
-            Column("NLL", "nll", ".3f"),
-            Column("top-5", "top5", ".2f"),
-            Column("diverges at", "first_divergence", ".1f"),
-        ]
-    columns.append(Column("error", interval("error", ".3f")))
-    if config.task == "text":
-        columns.append(Column(f"error, layers {PROBED}", interval("error_probed", ".3f")))
-        columns.append(Column("prototype", "prototype", ".3f"))
-    return [*columns, Column("note", "limit")]
-
-
-def draw(run: Run, config: Config, rows, means, title: str, length: int) -> None:
-    """The plots of one length."""
-    if config.task == "needle":
-        shown = [m | {e: 100 * m[e] for e in m if e.startswith("token_match")} for m in means]
-        run.save_figure(
-            f"score_{length}",
-            plots.against_bytes(shown, "token_match", title=title, y_limits=(0, 100),
-                                y_label="answer tokens right, %"),
-        )  # fmt: skip
-    run.save_figure(
-        f"kl_{length}",
-        plots.against_bytes(means, "kl", title=title, y_label="KL to the full cache, nats a token",
-                            log_y=True),
-    )  # fmt: skip
-    run.save_figure(
-        f"error_{length}",
-        plots.against_bytes(means, "error", title=title, y_label="attention-output error, relative",
-                            log_y=True),
-    )  # fmt: skip
-    layers = []
-    for method in dict.fromkeys(r["method"] for r in rows if r["method"].startswith("anchorkv")):
-        for ratio in sorted({r["target_ratio"] for r in rows if r["method"] == method}):
-            own = [r for r in rows if (r["method"], r["target_ratio"]) == (method, ratio)]
-            errors = np.mean([r["error_by_layer"] for r in own], 0)
-            if method == "anchorkv" and ratio in config.ratios:
-                name = f"anchorkv {ratio:.0f}x"
-                layers += [{"method": name, "layer": i, "error": e} for i, e in enumerate(errors)]
-    if layers:
-        run.save_figure(
-            f"anchorkv_layers_{length}",
-            plots.by_layer(layers, "error", title=f"AnchorKV, {title}",
-                           y_label="attention-output error, relative"),
-        )  # fmt: skip
-
-
-def by_format(rows: Sequence[dict], length: int) -> str:
-    """Token match of each format as markdown."""
-    means = plots.group_means(rows, ["task", "method", "target_ratio"], ["token_match", "exact"])
-    tasks = list(dict.fromkeys(m["task"] for m in means))
-    lines = {}
-    for m in means:
-        line = lines.setdefault((m["method"], m["target_ratio"]), {
-            "method": m["method"], "target_ratio": m["target_ratio"]})  # fmt: skip
-        line[m["task"]] = f"{100 * m['token_match']:.0f} ({100 * m['exact']:.0f})"
-    columns = [Column("method", "method"), Column("asked", "target_ratio", ".1f")]
-    columns += [Column(task, task) for task in tasks]
-    title = f"Token match (exact) in %, by format, {length:,} tokens"
-    return markdown(list(lines.values()), columns, title)
-
-
-def notes(config: Config) -> str:
-    """How to read the table."""
-    return (
-        "Stored: full bfloat16 bytes over live body and metadata bytes, measured on the arrays."
-        " Brackets: 95 % interval over prompts. NLL and KL: nats a token over the whole"
-        " continuation, teacher forced. Error: relative root-mean-square error of the attention"
-        " output over the prompt, mean of the layers, at the full cache's own queries."
-        f" Seed {config.seed}. An evictor that keeps everything reproduced the full cache exactly"
-        " (checked on the first batch; the run fails otherwise).\n"
-    )
 
 
 if __name__ == "__main__":

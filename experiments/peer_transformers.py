@@ -8,6 +8,7 @@ step_seconds (one a step), next_tokens (after the prompt, one a prompt), peak_rs
 """
 
 import argparse
+import contextlib
 import json
 import resource
 import subprocess
@@ -72,7 +73,8 @@ class Peer:
 
     def close(self) -> None:
         """End the process."""
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it may have stopped already
+            self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
         self._errors.close()

@@ -194,7 +194,6 @@ def measure(
     peer = lazy()
     tokens = prompt_tokens(config, loaded.tokenizer, shape)
     starts = jnp.zeros(shape.batch, jnp.int32)
-    load = os.getloadavg()[0]
 
     peaks, stored = [], []
     for arm in arms:  # compiles everything; alone in memory
@@ -237,7 +236,7 @@ def measure(
         if peer is not None:
             answers.append(peer.ask(tokens, config.new_tokens))
 
-    rows = []
+    load, rows = os.getloadavg()[0], []
     for arm, took, held, peak in zip(arms, times, stored, peaks, strict=True):
         rows.append(
             key(shape, arm.label, arm.target_ratio)
@@ -321,6 +320,7 @@ def speeds(
         "compress_seconds": build,
         "ttft_seconds": once + build,
         "tpot_seconds": step.median_seconds,
+        "tpot_min_seconds": step.min_seconds,
         "tpot_p99_seconds": step.p99_seconds,
         "flush_step_seconds": float(np.median(flush_seconds)) if len(flush_seconds) else None,
         "decode_tokens_per_second": shape.batch / step.median_seconds,
@@ -473,6 +473,11 @@ def notes(config: Config, rows: Sequence[dict]) -> str:
         f" included. Load average when measured: {min(loads):.1f} to {max(loads):.1f}"
         f" on {num_threads()} CPUs.\n"
     )
+    if max(loads) > num_threads() + 0.5:
+        text += (
+            "\nThe machine was busy with something else: threads that wait for each other suffer"
+            " unequally, so ratios to a peer mean little. Repeat them on a quiet one.\n"
+        )
     same = [row["same_next_token"] for row in rows if row.get("same_next_token") is not None]
     if same:
         text += (

@@ -5,6 +5,7 @@ and compress run one compiled program L times, a decode step is one program over
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -118,8 +119,9 @@ def prefill(
     lengths = tokens.shape[1] - np.asarray(starts)
     if tokens.shape[1] == 0 or lengths.min() < 1:
         raise ValueError(f"prompts of {lengths} tokens: each must hold at least 1 token.")
-    shape = PromptShape(int(lengths.max()), model.num_kv_heads, model.head_dim, dtype_bytes(dtype))
-    resolved = _resolve(method, shape) if method is not None else None
+    resolved = method
+    if method is not None:
+        resolved = _resolve(method, lengths, model.num_kv_heads, model.head_dim, dtype)
     x = _embed(model, {k: v for k, v in params.items() if k != "layers"}, tokens)
     kept = []
     for index, layer in enumerate(params["layers"]):
@@ -136,23 +138,29 @@ def head(model: Model, params: Any, x: Array) -> Array:
     return _head(model, {k: v for k, v in params.items() if k != "layers"}, x)
 
 
-def dtype_bytes(dtype: Any) -> int:
-    """Bytes of an element."""
-    return jnp.dtype(dtype).itemsize
-
-
 @functools.partial(jax.jit, static_argnums=2)
 def _compress(method: Method, prompt: PromptKV, info: LayerInfo) -> Any:
     return method.compress(prompt, info)
 
 
-def _resolve(method: Method, shape: PromptShape) -> Method:
-    return method.resolve(shape) if hasattr(method, "resolve") else method
+def _resolve(method: Method, lengths: np.ndarray, heads: int, dim: int, dtype: Any) -> Method:
+    """Static sizes from the longest row; the shortest must be within its own bytes too."""
+    if not hasattr(method, "resolve"):
+        return method
+    longest, shortest = (
+        PromptShape(int(n), heads, dim, jnp.dtype(dtype).itemsize)
+        for n in (lengths.max(), lengths.min())
+    )
+    method = method.resolve(longest)
+    method.resolve(shortest)
+    return method
 
 
 def _compress_layer(method, prompt, model, index, reserve):
     window = model.windows[index]
-    method = Full() if window is not None else method.for_layer(index, len(model.windows))
+    if window is not None:
+        method = Full(impl=getattr(method, "impl", "auto"))
+    method = method.for_layer(index, len(model.windows))
     info = LayerInfo(len(model.windows), window, reserve, model.rope)
     return _compress(method, prompt, info)
 
@@ -176,8 +184,8 @@ def compress(
         ValueError: for a setting that these shapes cannot be stored with.
     """
     heads, total, dim = prompts[0].k.shape[1:]
-    longest = total - int(np.asarray(prompts[0].starts).min())
-    method = _resolve(method, PromptShape(longest, heads, dim, dtype_bytes(prompts[0].k.dtype)))
+    lengths = total - np.asarray(prompts[0].starts)
+    method = _resolve(method, lengths, heads, dim, prompts[0].k.dtype)
     return tuple(
         _compress_layer(method, prompt, model, index, reserve)
         for index, prompt in enumerate(prompts)
@@ -227,6 +235,12 @@ def flush(caches: Any) -> Any:
     return tuple(cache.flush() for cache in caches)
 
 
+def flush_interval(caches: Any) -> int | None:
+    """Positions at which some layer folds a block are multiples of this; None: never."""
+    intervals = {cache.flush_every for cache in caches if cache.flush_every is not None}
+    return math.gcd(*intervals) if intervals else None
+
+
 def needs_flush(flush_every: int | None, positions: Any) -> bool:
     """Whether some row's next position closes a block. `positions`: int[B] on the host."""
     return flush_every is not None and bool((np.asarray(positions) % flush_every == 0).any())
@@ -238,8 +252,6 @@ def extend(
     caches: Any,
     tokens: Array,
     positions: Array,
-    *,
-    flush_every: int | None = None,
 ) -> tuple[Array, Any]:
     """Append T tokens a row, in chunks that the caches can take: a question, a turn, a chunk.
 
@@ -249,7 +261,6 @@ def extend(
         caches: a cache a layer; donated.
         tokens: i32[B, T], right-padded.
         positions: i32[B, T], -1 for pads.
-        flush_every: the method's.
 
     Returns:
         Hidden states [B, T, D] for `head`, and the caches.
@@ -268,15 +279,15 @@ def extend(
             )
     total = tokens.shape[1]
     chunk = min([total] + [c.step_limit for c in caches if c.step_limit is not None])
-    hidden = []
+    folds, hidden = flush_interval(caches) is not None, []
     for at in range(0, total, chunk):
-        if at and flush_every is not None:
+        if at and folds:
             caches = flush(caches)
         x, caches = _extend(
             model, params, caches, tokens[:, at : at + chunk], positions[:, at : at + chunk]
         )
         hidden.append(x)
-    if flush_every is not None:
+    if folds:
         caches = flush(caches)
     return (hidden[0] if len(hidden) == 1 else jnp.concatenate(hidden, 1)), caches
 
@@ -361,7 +372,6 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     key: Array | None = None,
-    flush_every: int | None = None,
     keep_logits: bool = False,
 ) -> tuple[Generation, Any]:
     """Decode each row to a stop token or a limit, in one compiled loop.
@@ -377,7 +387,6 @@ def generate(
         temperature: 0 = greedy.
         top_p: nucleus mass in (0, 1].
         key: for sampling: one key, or one a row.
-        flush_every: the method's.
         keep_logits: also return the logits of every step.
 
     Returns:
@@ -404,6 +413,6 @@ def generate(
     return _generate(
         model, params, caches, logits, jnp.asarray(positions, jnp.int32),
         jnp.asarray(list(stop_ids), jnp.int32), key, jnp.float32(temperature), jnp.float32(top_p),
-        limit=max_new_tokens, flush_every=flush_every, greedy=temperature == 0,
+        limit=max_new_tokens, flush_every=flush_interval(caches), greedy=temperature == 0,
         keep_logits=keep_logits,
     )  # fmt: skip

@@ -118,6 +118,7 @@ class BodyTail:
     rope: Rope = static()
     window: int | None = static(None)
     step_limit = None
+    flush_every = None
 
     def room(self) -> Array:
         """i32[B], tokens that can still be appended."""

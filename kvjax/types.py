@@ -95,6 +95,7 @@ class LayerCache(Protocol):
         ...
 
     step_limit: int | None  # tokens that one step can append, None = as many as there is room
+    flush_every: int | None  # flush when a row's position reaches a multiple of it, None = never
 
     def room(self) -> Array:
         """i32[B], tokens that can still be appended."""

@@ -50,7 +50,12 @@ def _row(vector: Array, x: Array) -> Array:
 
 
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    y = jnp.matmul(x, weight)
+    # Multiplied in the weight's dtype: float32 activations may meet bfloat16 weights.
+    y = jnp.matmul(
+        x.astype(weight.dtype),
+        weight,
+        preferred_element_type=jnp.promote_types(x.dtype, weight.dtype),
+    )
     return y if bias is None else y + _row(bias, y)
 
 

@@ -167,7 +167,7 @@ def test_extend_splits_what_a_cache_cannot_take_at_once():
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 61, (2, 19)), jnp.int32)
     at = jnp.asarray(filled.lengths[:, None] + np.arange(19)[None], jnp.int32)
     start = caches(method, 24)
-    hidden, after = decode.extend(model, params, start, tokens, at, flush_every=method.flush_every)
+    hidden, after = decode.extend(model, params, start, tokens, at)
     exact, _ = decode.extend(model, params, caches(reserve=24), tokens, at)
     want = decode.head(model, params, exact)
     got = decode.head(model, params, hidden)

@@ -26,8 +26,9 @@ class Forced(NamedTuple):
     """What a teacher-forced continuation of T tokens leaves."""
 
     logits: Array  # f32[B, T, V], after each token
-    queries: tuple[Array, ...]  # a layer: [B, N, T, H], rotated
-    outputs: tuple[Array, ...]  # a layer: f32[B, N, T, H], attention over the prompt alone
+    queries: tuple[Array, ...]  # a layer: [B, N, P, H], rotated, at the probed columns
+    outputs: tuple[Array, ...]  # a layer: f32[B, N, P, H], attention over the prompt alone
+    positions: Array  # i32[B, P]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -49,7 +50,12 @@ def view(caches: Sequence[Any], model: Model, slots: int) -> tuple[Dense, ...]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def force(
-    model: Model, params: Any, views: tuple[Dense, ...], tokens: Array, positions: Array
+    model: Model,
+    params: Any,
+    views: tuple[Dense, ...],
+    tokens: Array,
+    positions: Array,
+    probe: Array,
 ) -> Forced:
     """Run a continuation over the views.
 
@@ -59,11 +65,15 @@ def force(
         views: of `view`.
         tokens: i32[B, T], right-padded.
         positions: i32[B, T], -1 for pads.
+        probe: i32[B, P], columns whose attention is kept for `output_errors`.
 
     Returns:
         Logits, and the layers' queries and outputs over the prompt.
     """
     queries, outputs = [], []
+
+    def probed(x):
+        return jnp.take_along_axis(x, probe[:, None, :, None], 2)
 
     def attend(q, k, v, state):
         body, window = state
@@ -71,15 +81,17 @@ def force(
         q, k = rotate(model.rope, q, positions), rotate(model.rope, k, positions)
         far = body.attend(q, positions)
         near = dense_partial(q, k, v, visible(positions, positions, window))
-        queries.append(q)
-        outputs.append(finish(far))
+        queries.append(probed(q))
+        outputs.append(probed(finish(far)))
         return finish(merge(far, near)).astype(dtype), None
 
     x = model.embed(model.config, params, tokens)
     layers = zip(params["layers"], views, model.windows, strict=True)
     for layer, body, window in layers:
         x, _ = model.block(model.config, layer, x, attend, (body, window))
-    return Forced(model.head(model.config, params, x), tuple(queries), tuple(outputs))
+    logits = model.head(model.config, params, x)
+    where = jnp.take_along_axis(positions, probe, 1)
+    return Forced(logits, tuple(queries), tuple(outputs), where)
 
 
 @jax.jit
@@ -91,7 +103,7 @@ def _error(view: Dense, q: Array, reference: Array, positions: Array) -> Array:
     return jnp.sqrt(difference / jnp.maximum(total, 1e-30))
 
 
-def output_errors(views: Sequence[Dense], full: Forced, positions: Array) -> np.ndarray:
+def output_errors(views: Sequence[Dense], full: Forced) -> np.ndarray:
     """Relative root-mean-square error of each layer's attention output over the prompt.
 
     The queries are the full cache's own, so that a layer's error is not its predecessors'.
@@ -100,7 +112,7 @@ def output_errors(views: Sequence[Dense], full: Forced, positions: Array) -> np.
         f64[B, L].
     """
     layers = zip(views, full.queries, full.outputs, strict=True)
-    errors = [_error(view, q, out, positions) for view, q, out in layers]
+    errors = [_error(view, q, out, full.positions) for view, q, out in layers]
     return np.stack([np.asarray(e, np.float64) for e in errors], 1)
 
 

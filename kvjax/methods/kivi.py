@@ -62,6 +62,11 @@ class KIVICache:
         """Tokens that one step can append: R."""
         return self.residual
 
+    @property
+    def flush_every(self) -> int:
+        """A row's position reaches a multiple of it: `flush` codes R keys."""
+        return self.residual
+
     def room(self) -> Array:
         """i32[B], tokens that can still be appended."""
         return self.capacity - self.lengths

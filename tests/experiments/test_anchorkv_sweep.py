@@ -108,7 +108,7 @@ def test_the_no_op_check_can_fail():
     try:
         full = type("Full", (), {"logits": np.ones((1, 2, 3))})
         with pytest.raises(ValueError, match="no-op"):
-            anchorkv_sweep.check_no_op(views, None, None, None, None, full)
+            anchorkv_sweep.check_no_op(views, (None, None), (None, None, None), full)
     finally:
         anchorkv_sweep.continuation.force = real
 
