@@ -10,8 +10,8 @@ question and gold answer are then scored by teacher forcing over what the cache 
 
 import dataclasses
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -22,7 +22,6 @@ import tyro
 
 from experiments import anchorkv_report
 from experiments.arms import Arm, plan
-from experiments.report import print_line
 from experiments.runner import Run, main
 from kvjax import accounting, decode, registry
 from kvjax.evaluation import continuation, needle
@@ -122,18 +121,6 @@ def prompts(config: Config, tokenizer: Any, length: int) -> list[Prompt]:
     return made
 
 
-@dataclasses.dataclass
-class Clock:
-    """Seconds spent a phase."""
-
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def add(self, phase: str, start: float, *results: Any) -> None:
-        """Wait for results and charge the time since start."""
-        jax.block_until_ready(results)
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
 def run(config: Config, run: Run) -> None:
     """Sweep, then make tables and plots from the rows."""
     config = settle(config)
@@ -143,13 +130,9 @@ def run(config: Config, run: Run) -> None:
     if config.matmul == "bfloat16":
         loaded = dataclasses.replace(loaded, params=lighter(loaded.params))
     run.watch(anchorkv_report.scalars)
-    clock = Clock()
     for length in config.lengths:
-        sweep(config, run, loaded, length, clock)
+        sweep(config, run, loaded, length)
     anchorkv_report.report(config, run, loaded.name)
-    if clock.seconds:
-        spent = ", ".join(f"{phase} {s:.0f} s" for phase, s in clock.seconds.items())
-        print_line(f"time: {spent}")
 
 
 def lighter(params: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +156,7 @@ def settle(config: Config) -> Config:
     return dataclasses.replace(config, ratios=tuple(float(r) for r in ratios))
 
 
-def sweep(config: Config, run: Run, loaded: hub.Loaded, length: int, clock: Clock) -> None:
+def sweep(config: Config, run: Run, loaded: hub.Loaded, length: int) -> None:
     """All prompts of one length under all arms; finished cells are skipped."""
     rows = prompts(config, loaded.tokenizer, length)
     model = loaded.model
@@ -190,7 +173,7 @@ def sweep(config: Config, run: Run, loaded: hub.Loaded, length: int, clock: Cloc
             for _ in range(len(cells) - len(todo)):
                 progress.advance(skipped=True)
             if todo:
-                for arm in measure(config, run, loaded, chunk, todo, longest, width, clock, length):
+                for arm in measure(config, run, loaded, chunk, todo, longest, width, length):
                     progress.advance(f"{arm.label} {arm.target_ratio:.1f}x")
 
 
@@ -212,19 +195,16 @@ def measure(
     arms: Sequence[Arm],
     longest: int,
     width: int,
-    clock: Clock,
     length: int,
 ) -> Iterator[Arm]:
     """One batch: prefill once, then every arm; a row a prompt and arm."""
     model, params = loaded.model, loaded.params
-    start = time.perf_counter()
     filled = list(chunk) + [chunk[-1]] * (config.batch - len(chunk))  # one shape for all batches
     tokens, starts = decode.left_pad([p.context for p in filled])
     missing = longest - tokens.shape[1]
     tokens = jnp.pad(tokens, ((0, 0), (missing, 0)))
     starts = starts + missing
     prefill = decode.prefill(model, params, tokens, starts)
-    clock.add("prefill", start, prefill.prompts)
 
     follows = np.zeros((len(filled), width), np.int32)
     for i, prompt in enumerate(filled):
@@ -240,27 +220,26 @@ def measure(
         caches = decode.compress(method, prefill.prompts, model, reserve=1)
         return caches, continuation.view(caches, model, slots)
 
-    start = time.perf_counter()
     full_caches, full_views = views(registry.make("full"))
     probe = probed_columns(config, answers, width)
     full = continuation.force(model, params, full_views, follows, positions, probe)
-    clock.add("score", start, full)
+    reference = continuation.reference(full.logits)
     if not run.rows:
         check_no_op(views, (model, params), (follows, positions, probe), full)
     shape = PromptShape(longest, model.num_kv_heads, model.head_dim)
-    for arm in arms:
-        start = time.perf_counter()
-        caches, seen = (full_caches, full_views) if arm.label == "full" else views(arm.method)
-        clock.add("compress", start, seen)
+
+    def caches_and_view(arm):
+        return (full_caches, full_views) if arm.label == "full" else views(arm.method)
+
+    made = ahead(caches_and_view, arms)
+    for arm, (caches, seen) in zip(arms, made, strict=True):
         stored = accounting.live_bytes(caches).stored
         check_bytes(arm, stored, shape, len(caches))
-        start = time.perf_counter()
         forced = full
         if arm.label != "full":
             forced = continuation.force(model, params, seen, follows, positions, probe)
-        quality = continuation.quality(full.logits, forced.logits, follows, positions, answers)
+        quality = continuation.quality(reference, forced.logits, follows, positions, answers)
         errors = continuation.output_errors(seen, full)
-        clock.add("score", start, quality)
         found = generated(config, loaded, arm, prefill, chunk) if config.generate else {}
         ratios = accounting.compression_ratio(caches, shape, prefill.lengths)
         allocated = accounting.cache_bytes(caches)
@@ -295,6 +274,16 @@ def measure(
                 }
             run.append(row, kv_bytes=table if i == 0 else None)
         yield arm
+
+
+def ahead(work: Callable[[Arm], Any], arms: Sequence[Arm]) -> Iterator[Any]:
+    """`work` of each arm in order, one arm ahead in a thread: compiling leaves a core idle."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(work, arm) for arm in arms[:1]]
+        for arm in arms[1:]:
+            waiting.append(pool.submit(work, arm))
+            yield waiting.pop(0).result()
+        yield waiting.pop(0).result()
 
 
 def arm_name(arm: Arm, length: int) -> str:

@@ -129,14 +129,27 @@ class Quality(NamedTuple):
     exact: Array  # 1 if all are
 
 
+class Reference(NamedTuple):
+    """What every comparison needs of the full cache's logits, computed once."""
+
+    log_p: Array  # f32[B, T, V]
+    top5: Array  # i32[B, T, 5]
+
+
+@jax.jit
+def reference(full_logits: Array) -> Reference:
+    """The reference of `quality` from the full cache's logits f32[B, T, V]."""
+    return Reference(jax.nn.log_softmax(full_logits, -1), jax.lax.top_k(full_logits, 5)[1])
+
+
 @jax.jit
 def quality(
-    full_logits: Array, logits: Array, tokens: Array, positions: Array, answer_starts: Array
+    full: Reference, logits: Array, tokens: Array, positions: Array, answer_starts: Array
 ) -> Quality:
     """Compare a compressed run with the full cache's on the same continuation.
 
     Args:
-        full_logits: f32[B, T, V].
+        full: of `reference`.
         logits: f32[B, T, V].
         tokens: i32[B, T]; token i + 1 is the target of logits i.
         positions: i32[B, T], -1 for pads.
@@ -146,11 +159,13 @@ def quality(
         Metrics of each row, over targets 1 .. T - 1.
     """
     targets, real = tokens[:, 1:], positions[:, 1:] >= 0
-    full_logits, logits = full_logits[:, :-1], logits[:, :-1]
+    log_p, top5 = full.log_p[:, :-1], full.top5[:, :-1]
+    log_q = jax.nn.log_softmax(logits[:, :-1], -1)
     column = jnp.arange(1, tokens.shape[1], dtype=jnp.int32)[None]
     answer = real & (column >= answer_starts[:, None])
-    loss = metrics.nll(logits, targets)
-    likeliest, reference = logits.argmax(-1), full_logits.argmax(-1)
+    loss = -jnp.take_along_axis(log_q, targets[..., None], -1)[..., 0]
+    top = jax.lax.top_k(log_q, 5)[1]
+    likeliest, wanted = top[..., 0], top5[..., 0]
     hit = likeliest == targets
 
     def mean(x, mask):
@@ -158,10 +173,10 @@ def quality(
 
     return Quality(
         mean(loss, real),
-        mean(metrics.kl_divergence(full_logits, logits), real),
-        mean(metrics.top_k_overlap(full_logits, logits), real),
-        mean(likeliest == reference, real),
-        metrics.first_divergence(reference, likeliest, real),
+        mean(jnp.maximum((jnp.exp(log_p) * (log_p - log_q)).sum(-1), 0.0), real),
+        mean((top[..., None] == top5[..., None, :]).any(-1).mean(-1), real),
+        mean(likeliest == wanted, real),
+        metrics.first_divergence(wanted, likeliest, real),
         mean(loss, answer),
         mean(hit, answer),
         (hit | ~answer).all(-1).astype(jnp.float32),
