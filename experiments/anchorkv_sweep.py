@@ -10,8 +10,7 @@ question and gold answer are then scored by teacher forcing over what the cache 
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -227,12 +226,8 @@ def measure(
     if not run.rows:
         check_no_op(views, (model, params), (follows, positions, probe), full)
     shape = PromptShape(longest, model.num_kv_heads, model.head_dim)
-
-    def caches_and_view(arm):
-        return (full_caches, full_views) if arm.label == "full" else views(arm.method)
-
-    made = ahead(caches_and_view, arms)
-    for arm, (caches, seen) in zip(arms, made, strict=True):
+    for arm in arms:
+        caches, seen = (full_caches, full_views) if arm.label == "full" else views(arm.method)
         stored = accounting.live_bytes(caches).stored
         check_bytes(arm, stored, shape, len(caches))
         forced = full
@@ -274,16 +269,6 @@ def measure(
                 }
             run.append(row, kv_bytes=table if i == 0 else None)
         yield arm
-
-
-def ahead(work: Callable[[Arm], Any], arms: Sequence[Arm]) -> Iterator[Any]:
-    """`work` of each arm in order, one arm ahead in a thread: compiling leaves a core idle."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = [pool.submit(work, arm) for arm in arms[:1]]
-        for arm in arms[1:]:
-            waiting.append(pool.submit(work, arm))
-            yield waiting.pop(0).result()
-        yield waiting.pop(0).result()
 
 
 def arm_name(arm: Arm, length: int) -> str:
