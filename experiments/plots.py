@@ -86,7 +86,9 @@ def group_means(rows: Rows, by: Sequence[str], fields: Sequence[str]) -> list[di
         for field in fields:
             values = [row[field] for row in members if row.get(field) is not None]
             if values:
-                middle, low, high, _ = mean_interval(values)
+                # A share of successes is a proportion; a mean that happens to be 0 or 1 is not.
+                kind = "wilson" if field.endswith("exact") else "t"
+                middle, low, high, _ = mean_interval(values, kind)
                 mean |= {field: middle, f"{field}_low": low, f"{field}_high": high}
         means.append(mean)
     return means

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import decode
+from kvjax.methods.anchorkv import AnchorKV
 from kvjax.methods.full import Full
 from kvjax.methods.kivi import KIVI
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -192,3 +193,23 @@ def test_prefill_refuses_an_empty_row():
         decode.prefill(model, params, jnp.zeros((1, 4), jnp.int32), jnp.asarray([4], jnp.int32))
     with pytest.raises(ValueError, match=r"must be \[B, T\] and \[B\]"):
         decode.prefill(model, params, jnp.zeros((1, 4), jnp.int32), jnp.zeros(2, jnp.int32))
+
+
+def test_a_row_that_cannot_be_stored_within_its_own_bytes_is_refused():
+    model, params, *_ = setup()
+    tokens, starts = decode.left_pad([list(range(1, 60)) * 5, [1, 2, 3]])
+    prompts = decode.prefill(model, params, tokens, starts).prompts
+    method = AnchorKV(theta=0.7)
+    with pytest.raises(ValueError, match="cannot pay for the anchors and coefficients of 3 tokens"):
+        decode.compress(method, prompts, model, reserve=1)
+
+
+def test_caches_say_themselves_when_they_fold():
+    model, params, *_ = setup()
+    tokens, starts = decode.left_pad([[1, 2, 3, 4]])
+    prompts = decode.prefill(model, params, tokens, starts).prompts
+    for method, interval in (
+        (KIVI(group=8, residual_length=16), 16),
+        (Full(), None),
+    ):
+        assert decode.flush_interval(decode.compress(method, prompts, model, reserve=1)) == interval
