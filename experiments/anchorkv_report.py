@@ -127,6 +127,11 @@ def columns_of(config: Any, brief: bool = False) -> list[Column]:
     return [*columns, Column("note", "limit")]
 
 
+def lossy(means: Sequence[dict], field: str) -> list[dict]:
+    """Rows with more than rounding in `field`: the full cache has no place on a log scale."""
+    return [mean for mean in means if mean[field] > 1e-6] or list(means)
+
+
 def draw(run: Run, config: Any, rows, means, title: str, length: int) -> None:
     """The plots of one length."""
     if config.task == "needle":
@@ -138,13 +143,13 @@ def draw(run: Run, config: Any, rows, means, title: str, length: int) -> None:
         )  # fmt: skip
     run.save_figure(
         f"kl_{length}",
-        plots.against_bytes(means, "kl", title=title, y_label="KL to the full cache, nats a token",
-                            log_y=True),
+        plots.against_bytes(lossy(means, "kl"), "kl", title=title, log_y=True,
+                            y_label="KL to the full cache, nats a token"),
     )  # fmt: skip
     run.save_figure(
         f"error_{length}",
-        plots.against_bytes(means, "error", title=title, y_label="attention-output error, relative",
-                            log_y=True),
+        plots.against_bytes(lossy(means, "error"), "error", title=title, log_y=True,
+                            y_label="attention-output error, relative"),
     )  # fmt: skip
     layers = []
     for method in dict.fromkeys(r["method"] for r in rows if r["method"].startswith("anchorkv")):
@@ -152,12 +157,13 @@ def draw(run: Run, config: Any, rows, means, title: str, length: int) -> None:
             own = [r for r in rows if (r["method"], r["target_ratio"]) == (method, ratio)]
             errors = np.mean([r["error_by_layer"] for r in own], 0)
             if method == "anchorkv" and ratio in config.ratios:
-                name = f"anchorkv {ratio:.0f}x"
+                name = f"{ratio:.0f}x"
                 layers += [{"method": name, "layer": i, "error": e} for i, e in enumerate(errors)]
     if layers:
         run.save_figure(
             f"anchorkv_layers_{length}",
-            plots.by_layer(layers, "error", title=f"AnchorKV, {title}",
+            plots.by_layer(layers, "error", in_order=True,
+                           title=f"AnchorKV by ratio, {length:,} tokens, n = {means[0]['n']}",
                            y_label="attention-output error, relative"),
         )  # fmt: skip
 

@@ -149,6 +149,7 @@ def by_layer(
     layer: str = "layer",
     method: str = "method",
     log_y: bool = False,
+    in_order: bool = False,
 ) -> Figure:
     """Draw an error by layer, one line a method.
 
@@ -160,14 +161,23 @@ def by_layer(
         layer: field of the horizontal axis.
         method: field that names the line.
         log_y: log scale; values of 0 or less are left out.
+        in_order: lines are steps of one quantity: they keep the order of the rows and get the
+            colours of a scale.
     """
     with matplotlib.rc_context(_RC):
         figure = Figure(figsize=(7.6, 4.3))
         axes = figure.add_subplot()
         drawn = [r for r in rows if r.get(y) is not None and (not log_y or r[y] > 0)]
-        for name in _methods(drawn, method):
+        names = list(dict.fromkeys(r[method] for r in drawn)) if in_order else None
+        for i, name in enumerate(names or _methods(drawn, method)):
             points = sorted((r for r in drawn if r[method] == name), key=lambda r: r[layer])
-            _draw(axes, points, layer, y, name, star=False, log_y=log_y)
+            if names is None:
+                _draw(axes, points, layer, y, name, star=False, log_y=log_y)
+                continue
+            colour = matplotlib.colormaps["viridis"](0.9 * i / max(len(names) - 1, 1))
+            axes.plot(
+                [p[layer] for p in points], [p[y] for p in points], "o-", label=name, color=colour
+            )
         layers = sorted({r[layer] for r in drawn})
         step = max(1, -(-len(layers) // 16))
         axes.set_xticks(layers[::step])
