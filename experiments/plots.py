@@ -35,6 +35,7 @@ _STYLES = {
     "keydiff": ("#44AA99", "d"),
     "tova": ("#AA4499", "8"),
 }
+_SHARES = ("token_match", "top5", "top1")  # a share's interval ends at 0 and 1
 _OTHERS = ("#6699CC", "#888800", "#AA4466", "#4477AA", "#228833", "#AA7744")
 _DASHES = ("-", "--", ":", "-.")
 _RC = {
@@ -89,6 +90,8 @@ def group_means(rows: Rows, by: Sequence[str], fields: Sequence[str]) -> list[di
                 # A share of successes is a proportion; a mean that happens to be 0 or 1 is not.
                 kind = "wilson" if field.endswith("exact") else "t"
                 middle, low, high, _ = mean_interval(values, kind)
+                if field in _SHARES and low is not None:
+                    low, high = max(low, 0.0), min(high, 1.0)
                 mean |= {field: middle, f"{field}_low": low, f"{field}_high": high}
         means.append(mean)
     return means
