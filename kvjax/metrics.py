@@ -112,6 +112,11 @@ def kl_divergence(full_logits: Array, logits: Array) -> Array:
     """
     log_p = jax.nn.log_softmax(full_logits.astype(jnp.float32), axis=-1)
     log_q = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return kl_of_log_probabilities(log_p, log_q)
+
+
+def kl_of_log_probabilities(log_p: Array, log_q: Array) -> Array:
+    """Return `kl_divergence` where both log-softmaxes are there already: f32[...] from [..., V]."""
     p = jnp.exp(log_p)
     terms = jnp.where(p > 0, p * (log_p - log_q), 0)  # a masked vocabulary entry has p = 0
     return jnp.maximum(jnp.sum(terms, axis=-1), 0)
@@ -129,7 +134,11 @@ def top_k_overlap(full_logits: Array, logits: Array, k: int = 5) -> Array:
         f32[...] in {0, 1/k, ..., 1}.
     """
     full = jax.lax.top_k(full_logits, k)[1]  # [..., k]
-    other = jax.lax.top_k(logits, k)[1]
+    return overlap(full, jax.lax.top_k(logits, k)[1])
+
+
+def overlap(full: Array, other: Array) -> Array:
+    """Return the share of the tokens i32[..., k] of one set that are in the other: f32[...]."""
     same = full[..., :, None] == other[..., None, :]
     return jnp.mean(jnp.any(same, axis=-1).astype(jnp.float32), axis=-1)
 

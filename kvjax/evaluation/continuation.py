@@ -173,8 +173,8 @@ def quality(
 
     return Quality(
         mean(loss, real),
-        mean(jnp.maximum((jnp.exp(log_p) * (log_p - log_q)).sum(-1), 0.0), real),
-        mean((top[..., None] == top5[..., None, :]).any(-1).mean(-1), real),
+        mean(metrics.kl_of_log_probabilities(log_p, log_q), real),
+        mean(metrics.overlap(top5, top), real),
         mean(likeliest == wanted, real),
         metrics.first_divergence(wanted, likeliest, real),
         mean(loss, answer),
