@@ -1,5 +1,6 @@
 """Exact bytes of a cache, read off the pytree; a method's setting for a byte budget."""
 
+import dataclasses
 import math
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ def _live(leaf: Leaf) -> np.ndarray:
     slots = leaf.value.shape[slot]
     valid = np.asarray(leaf.valid, np.int64)
     entries = -(-valid * slots // (leaf.spans or slots))
-    counted = 1 if valid.ndim == 1 else leaf.value.shape[leaf.axes.index("kv_head")]
+    counted = 1 if valid.ndim == 1 else valid.shape[1]
     entry = _size(leaf) // (batch * slots * counted)
     return entries.reshape(batch, -1).sum(1) * entry
 
@@ -126,13 +127,74 @@ def compression_ratio(caches: Any, shape: PromptShape, num_tokens: np.ndarray) -
     return full * len(caches) / live_bytes(caches).stored
 
 
-def solve(method: Method, target_bytes: float, shape: PromptShape) -> Method:
+def layer_bytes(method: Method, shape: PromptShape, num_layers: int = 1) -> float:
+    """Live body and metadata bytes of one row after `compress`, a layer, averaged over layers.
+
+    Args:
+        method: any; its `resolve` and `for_layer` are applied.
+        shape: of the prompt.
+        num_layers: layers of the model (a method may treat them differently).
+    """
+    if hasattr(method, "resolve"):
+        method = method.resolve(shape)
+    layers = (method.for_layer(layer, num_layers) for layer in range(num_layers))
+    return sum(layer.layer_bytes(shape) for layer in layers) / num_layers
+
+
+class Budget(NamedTuple):
+    """How much of a prompt may be stored: exactly one of the four."""
+
+    tokens: int | None = None  # kept per KV head and layer; evictors only
+    ratio: float | None = None  # full bfloat16 bytes over stored bytes, 1 = nothing saved
+    bytes: float | None = None  # a row and layer
+    bits_per_value: float | None = None  # stored bits over the elements of K and V
+
+    def target_bytes(self, shape: PromptShape) -> float:
+        """Bytes of a row and layer.
+
+        Raises:
+            ValueError: unless exactly one is given and it is positive; for a budget in tokens.
+        """
+        given = {name: value for name, value in self._asdict().items() if value is not None}
+        if len(given) != 1 or min(given.values()) <= 0:
+            raise ValueError(
+                f"budget {given or 'nothing'} must be exactly one positive value of"
+                f" {', '.join(self._fields)}."
+            )
+        if self.ratio is not None:
+            return shape.full_bytes / self.ratio
+        if self.bits_per_value is not None:
+            return shape.full_bytes * self.bits_per_value / 16
+        if self.bytes is not None:
+            return self.bytes
+        raise ValueError(f"tokens={self.tokens} has no bytes of its own: they are the method's.")
+
+
+def within(method: Method, budget: Budget, shape: PromptShape, num_layers: int = 1) -> Method:
+    """A method set to a budget, in whichever unit: tokens of an evictor, or solved bytes.
+
+    Raises:
+        ValueError: for a budget in tokens of a method that keeps every token, or for several.
+        UnreachableBytes: see `solve`.
+    """
+    if budget.tokens is None or sum(value is not None for value in budget) != 1:
+        return solve(method, budget.target_bytes(shape), shape, num_layers)
+    if not hasattr(method, "budget"):
+        raise ValueError(
+            f"{_name(method)} keeps every token: give ratio, bytes or bits_per_value, not"
+            f" tokens={budget.tokens}."
+        )
+    return dataclasses.replace(method, budget=budget.tokens)
+
+
+def solve(method: Method, target_bytes: float, shape: PromptShape, num_layers: int = 1) -> Method:
     """The setting of a method with the most bytes that do not exceed a target.
 
     Args:
         method: its other hyperparameters are kept.
-        target_bytes: live body and metadata bytes of one row and layer.
+        target_bytes: live body and metadata bytes of one row and layer, averaged over layers.
         shape: of the prompt.
+        num_layers: layers of the model.
 
     Returns:
         The method with its knob set: tokens, theta, or the nearest of its discrete points below.
@@ -141,21 +203,25 @@ def solve(method: Method, target_bytes: float, shape: PromptShape) -> Method:
         UnreachableBytes: if the smallest setting costs more, or the largest less (beyond
             max(2 %, one token per KV head)) than the target; it carries the nearest setting.
     """
+
+    def cost(candidate):
+        return layer_bytes(candidate, shape, num_layers)
+
     if hasattr(method, "points"):
-        points = sorted(method.points(), key=lambda m: m.layer_bytes(shape))
-        within = [m for m in points if m.layer_bytes(shape) <= target_bytes]
-        found = within[-1] if within else points[0]
+        points = sorted(method.points(), key=cost)
+        affordable = [point for point in points if cost(point) <= target_bytes]
+        found = affordable[-1] if affordable else points[0]
     elif hasattr(method, "fit"):
         found = method.fit(target_bytes, shape)
     else:
         found = method
-    reached = found.layer_bytes(shape)
+    reached = cost(found)
     slack = max(0.02 * target_bytes, 4 * shape.kv_heads * shape.head_dim * shape.itemsize // 2)
     if reached > target_bytes or (reached < target_bytes - slack and not hasattr(method, "points")):
         raise UnreachableBytes(
             f"{_name(method)} cannot be stored in {target_bytes:.0f} bytes a layer for"
             f" {shape.num_tokens} tokens, {shape.kv_heads} KV heads, head_dim {shape.head_dim}:"
-            f" the nearest it reaches is {reached} bytes"
+            f" the nearest it reaches is {reached:.0f} bytes"
             f" ({shape.full_bytes / reached:.2f}x of the full cache).",
             found,
         )

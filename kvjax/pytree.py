@@ -17,23 +17,30 @@ ROLES = (BODY, TAIL, METADATA)
 _Class = TypeVar("_Class", bound=type)
 
 
-def array(*axes: str, role: str = BODY, valid: str | None = None, spans: str | None = None) -> Any:
+def array(
+    *axes: str,
+    role: str = BODY,
+    valid: str | None = None,
+    spans: str | None = None,
+    default: Any = dataclasses.MISSING,
+) -> Any:
     """Declare an array leaf (or a tuple of arrays of one kind).
 
     Args:
         *axes: name of each axis, from "batch", "kv_head", "pool", "slot", "head_dim" or any other
             word; sharding rules and live-byte counts look them up.
         role: what its bytes are charged to: "body", "tail" or "metadata".
-        valid: attribute of the same node (i32[B] or i32[B, K]) that counts the valid tokens of the
-            "slot" axis; without it every entry is live.
+        valid: attribute of the same node (i32[B], i32[B, K] or i32[B, P]) that counts the valid
+            tokens of the "slot" axis; without it every entry is live.
         spans: attribute of the same node with the tokens that the whole slot axis covers, where
             an entry holds several (a group's scale, a packed word) or a token several entries;
             live entries are ceil(valid * size / spans).
+        default: value where none is given, such as None for an array that may be absent.
     """
     if role not in ROLES:
         raise ValueError(f"role={role!r} must be one of {ROLES}.")
     meta = {"axes": axes, "role": role, "valid": valid, "spans": spans}
-    return dataclasses.field(metadata=meta)
+    return dataclasses.field(default=default, metadata=meta)
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:

@@ -1,15 +1,21 @@
 """Method names: registered once, looked up by command lines, tests and plots."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 _METHODS: dict[str, type] = {}
 _Class = TypeVar("_Class", bound=type)
 
 
-def register(name: str) -> Callable[[_Class], _Class]:
+def register(name: str, presets: Mapping[str, Mapping[str, Any]] | None = None) -> Callable:
     """Class decorator: make a method known as `name`.
+
+    Args:
+        name: of the method.
+        presets: named hyperparameters: "paper" (its own paper's), "rethink" (the main
+            configuration of LLMkvsys/rethink-kv-compression), "kvpress" (that library's defaults),
+            or the method's own words.
 
     Raises:
         ValueError: if the name is taken.
@@ -20,6 +26,7 @@ def register(name: str) -> Callable[[_Class], _Class]:
             raise ValueError(f"method {name!r} is already {_METHODS[name].__qualname__}.")
         _METHODS[name] = cls
         cls.name = name
+        cls.presets = dict(presets or {})
         return cls
 
     return add
@@ -39,24 +46,25 @@ def get(name: str) -> type:
 
 
 def make(label: str, **overrides: Any) -> Any:
-    """A method by its label: "name", or "name:preset" where the method has presets.
+    """A method by its label: "snapkv", or with a preset in either order: "paper:snapkv".
 
     Args:
-        label: such as "snapkv" or "anchorkv:paper_short".
+        label: a name, "preset:name" or "name:preset".
         **overrides: hyperparameters.
 
     Raises:
         ValueError: for an unknown name, preset or hyperparameter.
     """
-    name, _, preset = label.partition(":")
+    first, _, second = label.partition(":")
+    name, preset = (second, first) if second and second in names() else (first, second)
     method = get(name)
-    if preset and not hasattr(method, "preset"):
-        raise ValueError(f"{name} has no presets, so {label!r} must be {name!r}.")
+    if preset and preset not in method.presets:
+        raise ValueError(f"{name} has no preset {preset!r}: it has {sorted(method.presets)}.")
     known = [field.name for field in dataclasses.fields(method)]
     unknown = sorted(set(overrides) - set(known))
     if unknown:
         raise ValueError(f"{name} has no hyperparameter {unknown}: it has {known}.")
-    return method.preset(preset, **overrides) if preset else method(**overrides)
+    return method(**{**method.presets.get(preset, {}), **overrides})
 
 
 def names() -> list[str]:

@@ -119,6 +119,7 @@ class BodyTail:
     window: int | None = static(None)
     step_limit = None
     flush_every = None
+    evicts = False
 
     def room(self) -> Array:
         """i32[B], tokens that can still be appended."""
@@ -181,6 +182,13 @@ class Dense:
 def left_align(x: Array, starts: Array) -> Array:
     """Shift each row of [B, K, T, ...] so that slot = position; what follows a row is its wrap."""
     return jax.vmap(lambda row, start: jnp.roll(row, -start, axis=1))(x, starts)
+
+
+def shift(prompt: PromptKV) -> Array:
+    """i32[B], position minus index of the tokens that come next: 0 unless tokens were evicted."""
+    lengths = (prompt.k.shape[2] - prompt.starts).astype(jnp.int32)
+    next_positions = lengths if prompt.next_positions is None else prompt.next_positions
+    return next_positions - lengths
 
 
 def position_dtype(columns: int) -> jnp.dtype:

@@ -51,6 +51,12 @@ class PromptKV:
     k_unrotated: Array = array("batch", "kv_head", "column", "head_dim")  # [B, K, T, H]
     v: Array = array("batch", "kv_head", "column", "head_dim")  # [B, K, T, H]
     starts: Array = array("batch")  # i32[B], first real column
+    # f32[B, K, T], the attention that each column got from all queries of its group, summed, where
+    # prefill was asked for it
+    column_sums: Array | None = array("batch", "kv_head", "column", default=None)
+    # i32[B], the next token's position where it is not the number of columns: tokens were evicted,
+    # and only `k` knows where the others stood (`k_unrotated` is then not to be used)
+    next_positions: Array | None = array("batch", default=None)
 
 
 class LayerInfo(NamedTuple):
@@ -95,6 +101,7 @@ class LayerCache(Protocol):
         ...
 
     step_limit: int | None  # tokens that one step can append, None = as many as there is room
+    evicts: bool  # a step may drop tokens: a step of T tokens is T steps of one
     flush_every: int | None  # flush when a row's position reaches a multiple of it, None = never
 
     def room(self) -> Array:
@@ -127,6 +134,8 @@ class Method(Protocol):
         """Live body and metadata bytes of one row and layer, right after `compress`."""
         ...
 
+    # resolve(shape) -> Self fixes static sizes that depend on the prompt, where there are any.
+    # select(prompt) -> (columns, lengths) is what an evictor keeps.
     # A method whose bytes move continuously has fit(target_bytes, shape) -> Self, the largest
     # setting that stays within target_bytes; one with discrete settings has points() -> list[Self].
     # exact() -> Self is the setting at which it equals the full cache, where it has one.

@@ -107,8 +107,7 @@ def cases() -> list[str]:
 def base(case: str):
     """The method of a case, small, its knob untouched."""
     name, _, preset = case.partition("-")
-    cls = registry.get(name)
-    return small(cls.preset(PRESETS[name][preset]) if preset else cls())
+    return small(registry.make(f"{PRESETS[name][preset]}:{name}" if preset else name))
 
 
 @functools.cache

@@ -35,7 +35,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-@register("anchorkv")
+@register("anchorkv", presets=PRESETS)
 @pytree
 class AnchorKV:
     """Keep every position in the softmax within `theta` of the full cache's bytes.
@@ -78,17 +78,6 @@ class AnchorKV:
     rotation_seed: int = static(0)
     impl: str = static("auto")
     flush_every = None
-
-    @classmethod
-    def preset(cls, name: str, **overrides) -> Self:
-        """A named setting: "paper", "paper_short" or "default".
-
-        Raises:
-            ValueError: for another name.
-        """
-        if name not in PRESETS:
-            raise ValueError(f"anchorkv has no preset {name!r}: it has {sorted(PRESETS)}.")
-        return cls(**{**PRESETS[name], **overrides})
 
     def for_layer(self, layer: int, num_layers: int) -> Self:
         """Other random anchors in each layer, in the same compiled program."""

@@ -1,6 +1,6 @@
 """The full cache: every token, exact. The baseline, and what `exact()` of a method must equal."""
 
-from typing import Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 
@@ -39,3 +39,17 @@ class Full:
         body = Pooled(k, v, None, lengths.astype(jnp.int32), window=info.window, impl=self.impl)
         tail = Tail.empty(prompt.k, info.reserve)
         return BodyTail(body, tail, rope=info.rope, window=info.window)
+
+
+def full_at(method: Any, layer: int, num_layers: int) -> Any:
+    """`method`, or the full cache in the layers that its `full_layers` lists (-1 = the last).
+
+    Raises:
+        ValueError: for a layer that does not exist.
+    """
+    listed = method.full_layers
+    if any(not -num_layers <= i < num_layers for i in listed):
+        raise ValueError(f"full_layers={listed} must be layers of {num_layers}.")
+    if layer in {i % num_layers for i in listed}:
+        return Full(impl=method.impl)
+    return method

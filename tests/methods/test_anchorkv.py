@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from kvjax import accounting, anchors, quant, scores
+from kvjax import accounting, anchors, quant, registry, scores
 from kvjax.methods.anchorkv import AnchorKV
 from kvjax.methods.full import Full
 from kvjax.pallas.anchor_assign.api import anchor_assign
@@ -21,8 +21,14 @@ from tests.prompts import Shape, compress, fast_jit, step
 
 SHAPE = Shape(16, 4, 2, (90, 57), columns=96)
 WINDOW, EXTRA = 8, 8
-PLAIN = AnchorKV.preset(
-    "paper_short", window=WINDOW, extra_anchors=EXTRA, scale="rms", bits=(2,), theta=1.0, kernel=5
+PLAIN = registry.make(
+    "paper_short:anchorkv",
+    window=WINDOW,
+    extra_anchors=EXTRA,
+    scale="rms",
+    bits=(2,),
+    theta=1.0,
+    kernel=5,
 )
 LEAN = AnchorKV(window=WINDOW, extra_anchors=EXTRA, bits=(2,), theta=0.7, kernel=5)
 
@@ -325,7 +331,7 @@ def test_lean_widths():
 def test_the_papers_ledger_at_32k():
     shape = PromptShape(32768, 8, 128)
     assert shape.full_bytes == 134_217_728
-    method = AnchorKV.preset("paper", theta=0.05).resolve(shape)
+    method = registry.make("paper:anchorkv", theta=0.05).resolve(shape)
     assert (method.window, method.extra_anchors + method.window) == (32, 256)
     base, count = budget(0.05, 32768, 8, 128, 224, 32)
     assert base - 8 == 2_759_040  # the specification's table: 2.76 MB; the paper states 3.39 MB
@@ -340,10 +346,10 @@ def test_the_papers_ledger_at_32k():
 
 def test_the_paper_preset_refuses_a_short_context_naming_the_limit():
     with pytest.raises(ValueError, match="4224 tokens"):
-        AnchorKV.preset("paper", theta=0.3).resolve(PromptShape(4000, 8, 128))
-    AnchorKV.preset("paper", theta=0.3).resolve(PromptShape(4224, 8, 128))
+        registry.make("paper:anchorkv", theta=0.3).resolve(PromptShape(4000, 8, 128))
+    registry.make("paper:anchorkv", theta=0.3).resolve(PromptShape(4224, 8, 128))
     with pytest.raises(ValueError, match="no preset 'papr'"):
-        AnchorKV.preset("papr")
+        registry.make("papr:anchorkv")
 
 
 @pytest.mark.parametrize("preset", ["default", "paper_short"])
@@ -352,24 +358,24 @@ def test_theta_bounds_the_bytes_and_the_smallest_is_named(preset, heads, dim):
     for n in (40, 200, 1000, 4096, 32768):
         shape = PromptShape(n, heads, dim)
         with pytest.raises(ValueError, match="the smallest that can is") as refused:
-            AnchorKV.preset(preset, theta=1e-4).resolve(shape)
+            registry.make(f"{preset}:anchorkv", theta=1e-4).resolve(shape)
         smallest = float(str(refused.value).rstrip(".").split()[-1])
         spent = 0
         for theta in (smallest, *np.linspace(smallest * 1.01, max(1.0, smallest * 1.3), 23)):
-            method = AnchorKV.preset(preset, theta=float(theta))
+            method = registry.make(f"{preset}:anchorkv", theta=float(theta))
             now = method.layer_bytes(shape)
             assert now <= theta * shape.full_bytes
             assert now >= spent
             spent = now
         with pytest.raises(ValueError, match="cannot pay"):
-            AnchorKV.preset(preset, theta=smallest * 0.98).resolve(shape)
+            registry.make(f"{preset}:anchorkv", theta=smallest * 0.98).resolve(shape)
 
 
 def test_measured_bytes_stay_within_theta():
     shape = Shape(16, 4, 2, (200,), "bfloat16")
     prompt, layer = prompts.prompt(shape), prompts.info(shape)
     for preset, theta in (("default", 0.4), ("default", 0.9), ("paper_short", 0.7)):
-        method = AnchorKV.preset(preset, theta=theta).resolve(shape.row)
+        method = registry.make(f"{preset}:anchorkv", theta=theta).resolve(shape.row)
         stored = accounting.live_bytes(compress(method, prompt, layer)).stored[0]
         assert theta * 0.97 * shape.row.full_bytes < stored <= theta * shape.row.full_bytes
 
@@ -403,7 +409,7 @@ def sizes_of(jaxpr):
 @pytest.mark.parametrize("preset", ["default", "paper_short"])
 def test_no_intermediate_is_quadratic_in_the_prompt(preset):
     shape = Shape(64, 8, 1, (1024,), "bfloat16")
-    method = AnchorKV.preset(preset, theta=0.2).resolve(shape.row)
+    method = registry.make(f"{preset}:anchorkv", theta=0.2).resolve(shape.row)
     specs = jax.eval_shape(lambda: prompts.prompt(shape))
     jaxpr = jax.make_jaxpr(lambda p: method.compress(p, prompts.info(shape)))(specs)
     found = list(sizes_of(jaxpr.jaxpr))
