@@ -49,12 +49,19 @@ def make(label: str, **overrides: Any) -> Any:
     """A method by its label: "snapkv", or with a preset in either order: "paper:snapkv".
 
     Args:
-        label: a name, "preset:name" or "name:preset".
-        **overrides: hyperparameters.
+        label: a name, "preset:name", "name:preset", or two of them, "snapkv+rethink:kivi": evict,
+            then quantize.
+        **overrides: hyperparameters (of one method).
 
     Raises:
         ValueError: for an unknown name, preset or hyperparameter.
     """
+    if "+" in label:
+        from kvjax.methods.compose import compose
+
+        if overrides or label.count("+") > 1:
+            raise ValueError(f"{label!r} must be two labels joined by one +, with no overrides.")
+        return compose(*(make(part) for part in label.split("+")))
     first, _, second = label.partition(":")
     name, preset = (second, first) if second and second in names() else (first, second)
     method = get(name)

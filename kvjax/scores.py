@@ -10,6 +10,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from kvjax.pallas import partial
+from kvjax.pallas.attention_sums.api import attention_sums
+from kvjax.pallas.flash_prefill.api import flash_prefill
 from kvjax.pallas.partial import MASKED
 from kvjax.pytree import array, pytree
 from kvjax.typed import typed
@@ -113,22 +115,66 @@ def observe(prompt: PromptKV, window: int) -> Observation:
     return Observation(q, columns, seen, m + jnp.log(safe), o / safe[..., None])
 
 
-def window_scores(prompt: PromptKV, observation: Observation) -> Array:
-    """Probability that the observation queries give each column, summed over window and group.
+def window_scores(prompt: PromptKV, observation: Observation, group: str = "sum") -> Array:
+    """Probability that the observation queries give each column, summed over the window.
+
+    Args:
+        prompt: one layer of a finished prefill.
+        observation: of `observe`.
+        group: how the G query heads of a KV head count: "sum", "mean" or "max".
 
     Returns:
         f32[B, K, T].
 
+    Raises:
+        ValueError: for another word.
+
     Source: SnapKV (arXiv 2404.14469), section 4; FasterDecoding/SnapKV snapkv_utils.py.
     """
+    if group not in ("sum", "mean", "max"):
+        raise ValueError(f"group={group!r} must be 'sum', 'mean' or 'max'.")
     seen = observation
+    heads = prompt.q.shape[1] // prompt.k.shape[1]
 
     def block(first, size):
         k = lax.dynamic_slice_in_dim(prompt.k, first, size, 2)
         logits, mask = probabilities(seen.q, seen.columns, seen.seen, k, prompt.starts, first)
-        return jnp.where(mask, jnp.exp(logits - seen.lse[..., None]), 0.0).sum(2)
+        p = jnp.where(mask, jnp.exp(logits - seen.lse[..., None]), 0.0)
+        if group != "max":
+            return p.sum(2) / (heads if group == "mean" else 1)
+        return p.reshape(*p.shape[:2], heads, -1, size).sum(3).max(2)
 
     return jnp.concatenate(in_blocks(block, prompt.k.shape[2]), -1)
+
+
+def observed(prompt: PromptKV, window: int, kernel: int, pooling: str, group: str) -> Array:
+    """SnapKV's scores: mean attention of the last `window` queries, pooled along columns.
+
+    Args:
+        prompt: one layer of a finished prefill.
+        window: W, tokens; the window's own columns are not scored (0).
+        kernel: of `pool`, tokens.
+        pooling: "avg" or "max".
+        group: of `window_scores`.
+
+    Returns:
+        f32[B, K, T].
+    """
+    total = prompt.k.shape[2]
+    seen = window_scores(prompt, observe(prompt, window), group) / window
+    seen = seen.at[..., max(total - window, 0) :].set(0.0)
+    return pool(seen, kernel, pooling)
+
+
+def column_sums(prompt: PromptKV, impl: str = "auto") -> Array:
+    """Attention that each column got from all queries, summed over queries and group.
+
+    Returns:
+        f32[B, K, T]; computed here in two passes over the prompt's attention. Prefill gathers the
+        same in one (`decode.prefill(column_sums=True)`).
+    """
+    _, lse = flash_prefill(prompt.q, prompt.k, prompt.v, prompt.starts, impl=impl)
+    return attention_sums(prompt.q, prompt.k, lse, prompt.starts, impl=impl)
 
 
 @typed

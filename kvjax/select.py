@@ -1,4 +1,7 @@
-"""Which columns to keep: top-k by score with protected columns, for each KV head."""
+"""Which columns to keep: top-k by score with protected columns, budgets over layers and heads."""
+
+import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -61,3 +64,114 @@ def top_columns(
     valid = jnp.arange(count, dtype=jnp.int32)[None, None] < lengths[:, None, None]
     columns = jnp.sort(jnp.where(valid, columns, total).astype(jnp.int32), -1)
     return columns, jnp.broadcast_to(lengths[:, None], (batch, heads))
+
+
+def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
+    """Round non-negative shares to integers that sum to `total`, the nearest way.
+
+    Args:
+        shares: real, summing to about `total`.
+        total: their exact sum.
+
+    Returns:
+        Every share rounded down, or up where its fraction is among the largest (the first of ties).
+    """
+    floors = [math.floor(share + 1e-9) for share in shares]
+    missing = total - sum(floors)
+    order = sorted(range(len(shares)), key=lambda i: (floors[i] - shares[i], i))
+    for i in order[: max(missing, 0)]:
+        floors[i] += 1
+    return floors
+
+
+def pyramid_budgets(
+    budget: int, window: int, num_layers: int, beta: float, num_tokens: int | None = None
+) -> list[int]:
+    """PyramidKV's budgets: a straight line over layers, their mean exactly `budget`.
+
+    The last layer gets least: (budget - window) / beta beside the window, the first as much more
+    than the mean as the last gets less; no layer more than the prompt has.
+
+    Args:
+        budget: mean tokens kept per KV head and layer, the window included.
+        window: W, tokens every layer keeps.
+        num_layers: L.
+        beta: the slope, >= 1; 1 is flat.
+        num_tokens: of the prompt; None: any.
+
+    Returns:
+        Tokens of each layer, the window included, non-increasing, summing to L * budget.
+
+    Raises:
+        ValueError: for a beta below 1.
+
+    Source: arXiv 2406.02069, section 3.3; Zefan-Cai/KVCache-Factory pyramidkv_utils.py.
+    Differs from the reference: it rounds the step between layers down, which spends up to 11 %
+    more than was asked for.
+    """
+    if beta < 1:
+        raise ValueError(f"beta={beta} must be at least 1, where all layers are alike.")
+    mean = budget - window
+    least, most = mean / beta, 2 * mean - mean / beta
+    limit = math.inf if num_tokens is None else max(num_tokens - window, 0)
+    if mean >= limit:
+        return [budget] * num_layers
+    if most > limit:
+        least, most = 2 * mean - limit, limit
+    step = (most - least) / max(num_layers - 1, 1)
+    line = [most - step * i for i in range(num_layers)] if num_layers > 1 else [float(mean)]
+    return [window + tokens for tokens in largest_remainder(line, mean * num_layers)]
+
+
+@typed
+def adaptive_mask(
+    scores: Float[Array, "B P Q T"],
+    budget: int,
+    floor: float | Array,
+    starts: Int32[Array, " B"],
+    protected: Bool[Array, "B T"],
+) -> Bool[Array, "B P Q T"]:
+    """Share a pool's budget over its heads by their scores, with a floor for each (AdaKV).
+
+    The Q * budget largest scores of a pool say how many columns each head deserves; that is mixed
+    with the even share, (1 - floor) deserved + floor * budget, rounded by largest remainder so
+    that the sum is exact; each head keeps its best columns. Protected columns are kept on top.
+
+    Args:
+        scores: f32[B, P, Q, T], larger = kept; Q heads share a pool.
+        budget: unprotected tokens per head, on average, >= 0.
+        floor: alpha in [0, 1], the part that is shared evenly.
+        starts: i32[B], first real column.
+        protected: bool[B, T], columns that every head keeps.
+
+    Returns:
+        bool [B, P, Q, T]; a row with no more unprotected columns than the budget keeps all of them.
+
+    Source: AdaKV (arXiv 2407.11550), algorithms 1 and 2; FFY0/AdaKV snapkv_utils.py.
+    Differs from the reference: the head budgets sum to the pool's budget exactly; each row has its
+    own; a head never loses its last token while the floor is positive and the budget is not zero.
+    """
+    batch, pools, heads, total = scores.shape
+    free = real_columns(starts, total) & ~protected  # [B, T]
+    count = jnp.minimum(free.sum(-1), budget).astype(jnp.int32)[:, None]  # [B, 1], a head
+    rank_of = jnp.where(jnp.isnan(scores), -3e38, jnp.clip(scores, -3e38, 3e38))
+    rank_of = jnp.where(free[:, None, None], rank_of, -jnp.inf)
+
+    def places(x):  # place of each entry in descending order, ties to the earlier
+        order = jnp.argsort(-x, axis=-1, stable=True)
+        return jnp.argsort(order, axis=-1)
+
+    place = places(rank_of.reshape(batch, pools, heads * total)).reshape(scores.shape)
+    top = (place < (count * heads)[..., None, None]) & free[:, None, None]
+    deserved = top.sum(-1).astype(jnp.float32)  # [B, P, Q]
+    share = deserved * (1 - floor) + floor * count[..., None].astype(jnp.float32)
+    # A head with a positive share keeps at least one token.
+    whole = jnp.floor(share + 1e-4)
+    missing = count * heads - whole.sum(-1).astype(jnp.int32)
+    extra = places(share - whole) < missing[..., None]
+    caps = whole.astype(jnp.int32) + extra
+    poor = (caps == 0) & (share > 0)
+    richest = places(caps) == 0
+    caps = caps + poor - jnp.where(richest, poor.sum(-1, keepdims=True), 0)
+    within = places(rank_of) < caps[..., None]
+    return (within & free[:, None, None]) | (protected & real_columns(starts, total))[:, None, None]

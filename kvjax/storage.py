@@ -9,6 +9,7 @@ from jax import Array
 
 from kvjax.attention import Partial, dense_partial, finish, merge, visible
 from kvjax.pallas.pooled_decode.api import pooled_decode
+from kvjax.pallas.ragged_decode.api import ragged_decode
 from kvjax.pytree import METADATA, TAIL, array, pytree, static
 from kvjax.rope import Rope, rotate
 from kvjax.types import LayerInfo, PromptKV, PromptShape
@@ -107,6 +108,52 @@ class Pooled:
     def materialize(self) -> tuple[Array, Array, Array]:
         """k, v [B, K, S, H] and positions i32[B, K, S]."""
         return self.k, self.v, self.slot_positions()
+
+
+@pytree
+class SharedPool:
+    """Kept tokens, exact, any number a KV head: K / P heads share a pool of slots.
+
+    Invariants: KV head h owns slots [slot_starts[h], slot_starts[h] + lengths[h]) of pool
+    h // (K / P); the runs of a pool follow each other from slot 0. Keys are rotated at their true
+    positions; kept columns are ascending.
+    """
+
+    k: Array = array("batch", "pool", "slot", "head_dim", valid="filled")  # [B, P, S, H]
+    v: Array = array("batch", "pool", "slot", "head_dim", valid="filled")  # [B, P, S, H]
+    positions: Array = array("batch", "pool", "slot", role=METADATA, valid="filled")  # uint16, i32
+    slot_starts: Array = array("batch", "kv_head", role=METADATA)  # i32[B, K]
+    lengths: Array = array("batch", "kv_head", role=METADATA)  # i32[B, K]
+    most: int = static()  # tokens that one KV head can hold at most
+    impl: str = static("auto")
+
+    @property
+    def filled(self) -> Array:
+        """i32[B, P], slots of each pool that hold a token."""
+        batch, pools = self.k.shape[:2]
+        return self.lengths.reshape(batch, pools, -1).sum(-1)
+
+    def attend(self, q: Array, positions: Array) -> Partial:
+        """Attention of rotated queries [B, N, T, H] over the kept tokens."""
+        return Partial(
+            *ragged_decode(q, self.k, self.v, self.slot_starts, self.lengths, impl=self.impl)
+        )
+
+    def materialize(self) -> tuple[Array, Array, Array]:
+        """k, v [B, K, most, H] and positions i32[B, K, most]."""
+        batch, pools, slots, _ = self.k.shape
+        heads = self.lengths.shape[1]
+        entry = jnp.arange(self.most, dtype=jnp.int32)[None, None]
+        kept = entry < self.lengths[..., None]
+        at = jnp.minimum(self.slot_starts[..., None] + entry, slots - 1)  # [B, K, most]
+        at = at.reshape(batch, pools, -1)
+
+        def take(x):
+            rows = jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - 3)), 2)
+            return rows.reshape(batch, heads, self.most, *x.shape[3:])
+
+        k, v = (jnp.where(kept[..., None], take(x), 0) for x in (self.k, self.v))
+        return k, v, jnp.where(kept, take(self.positions).astype(jnp.int32), -1)
 
 
 @pytree
@@ -218,6 +265,41 @@ def keep(prompt: PromptKV, columns: Array, lengths: Array, info: LayerInfo, impl
     body = Pooled(k, v, positions, lengths, window=info.window, impl=impl)
     tail = Tail.empty(prompt.k, info.reserve)
     return BodyTail(body, tail, rope=info.rope, window=info.window)
+
+
+def keep_shared(prompt: PromptKV, mask: Array, slots: int, info: LayerInfo, impl: str) -> BodyTail:
+    """The cache of an evictor whose heads keep different numbers of tokens.
+
+    Args:
+        prompt: the layer's finished prefill.
+        mask: bool [B, P, K / P, T], the columns that each KV head keeps.
+        slots: S, of a pool; no row keeps more in one.
+        info: the layer.
+        impl: see `pallas.dispatch.choose`.
+
+    Returns:
+        A `BodyTail` with a `SharedPool` body of S slots a pool.
+    """
+    batch, pools, heads, total = mask.shape
+    lengths = mask.sum(-1, dtype=jnp.int32)
+    slot_starts = jnp.cumsum(lengths, -1) - lengths
+
+    # Head-major and ascending: the order of the pool.
+    find = jax.vmap(jax.vmap(lambda row: jnp.nonzero(row, size=slots, fill_value=-1)[0]))
+    at = find(mask.reshape(batch, pools, heads * total)).astype(jnp.int32)  # [B, P, S]
+    kept, at = at >= 0, jnp.maximum(at, 0)
+
+    def take(x):
+        flat = x.reshape(batch, pools, heads * total, -1)
+        return jnp.where(kept[..., None], jnp.take_along_axis(flat, at[..., None], 2), 0)
+
+    positions = jnp.where(kept, at % total - prompt.starts[:, None, None], 0)
+    body = SharedPool(
+        take(prompt.k), take(prompt.v), positions.astype(position_dtype(total)),
+        slot_starts.reshape(batch, -1), lengths.reshape(batch, -1),
+        most=min(slots, total), impl=impl,
+    )  # fmt: skip
+    return BodyTail(body, Tail.empty(prompt.k, info.reserve), rope=info.rope, window=info.window)
 
 
 def kept_bytes(tokens: int, shape: PromptShape) -> int:

@@ -14,7 +14,18 @@ from kvjax.types import LayerInfo, PromptKV, PromptShape
 
 # What a method with such a field is shrunk to, so that prompts of 40 to 200 tokens compress.
 SMALL = {"group": 16, "residual_length": 32}
-PRESETS = {"anchorkv": {"lean": "default", "plain": "paper_short"}}
+# The forms in which a method is tested: its preset and hyperparameters.
+VARIANTS = {
+    "anchorkv": {"lean": ("default", {}), "plain": ("paper_short", {})},
+    "adakv": {"uniform": ("", {}), "pyramid": ("pyramid", {})},
+    "h2o": {"step": ("", {}), "prompt": ("", {"when": "prompt", "normalize": True})},
+    "streaming_llm": {
+        "prompt": ("", {}),
+        "step": ("paper", {}),
+        "moved": ("", {"positions": "cache"}),
+    },
+    "tova": {"step": ("", {}), "prompt": ("kvpress", {})},
+}
 
 
 class Shape(NamedTuple):
@@ -96,18 +107,19 @@ def small(method):
 
 
 def cases() -> list[str]:
-    """Ids of every registered method, and of the presets that a method is tested in."""
+    """Ids of every registered method, and of the forms that a method is tested in."""
     return [
-        f"{name}-{preset}" if preset else name
+        f"{name}-{variant}" if variant else name
         for name in registry.names()
-        for preset in PRESETS.get(name, {"": ""})
+        for variant in VARIANTS.get(name, {"": ""})
     ]
 
 
 def base(case: str):
     """The method of a case, small, its knob untouched."""
-    name, _, preset = case.partition("-")
-    return small(registry.make(f"{PRESETS[name][preset]}:{name}" if preset else name))
+    name, _, variant = case.partition("-")
+    preset, changes = VARIANTS[name][variant] if variant else ("", {})
+    return small(registry.make(f"{preset}:{name}" if preset else name, **changes))
 
 
 @functools.cache

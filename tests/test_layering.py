@@ -14,7 +14,7 @@ PACKAGES = ("kvjax", "models", "experiments")
 # because the kernels' XLA specifications unpack its codes.
 LAYERS = (
     ("pytree", "typed", "types", "rope", "quant", "pallas"),
-    ("attention", "storage", "scores", "select", "anchors"),
+    ("attention", "storage", "scores", "select", "anchors", "gear_body", "eviction", "rolling"),
     ("methods", "registry"),
     ("decode", "accounting", "sharding", "metrics", "timing"),
     ("evaluation", "serving"),

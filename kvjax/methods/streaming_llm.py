@@ -1,51 +1,73 @@
 """StreamingLLM: attention sinks and the most recent tokens."""
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax import select
+from kvjax.eviction import evictor
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
-from kvjax.storage import BodyTail, keep, kept_bytes, kept_tokens
+from kvjax.rolling import Rolling, rolling_bytes
+from kvjax.rope import rotate
+from kvjax.storage import keep, kept_bytes
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
+PRESETS = {
+    "paper": {"sinks": 4, "budget": 2004, "when": "step", "positions": "cache"},
+    "rethink": {"sinks": 64, "budget": 512, "when": "step"},
+    "kvpress": {"sinks": 4},
+}
 
-@register("streaming_llm")
+
+@register("streaming_llm", presets=PRESETS)
+@evictor
 @pytree
 class StreamingLLM:
-    """Keep the first `sinks` tokens and the last `budget - sinks`, once, after the prompt.
+    """Keep the first `sinks` tokens and the last `budget - sinks`.
 
-    Source: arXiv 2309.17453; mit-han-lab/streaming-llm kv_cache.py (StartRecentKVCache).
-    Differs from the reference: keys keep their true positions (as NVIDIA/kvpress and
-    KVCache-Factory do) and decoded tokens stay, so that every method is compared on the prompt.
+    `when="prompt"`: once, after the prompt, decoded tokens stay, so that every method is compared
+    on the prompt; `when="step"`: a window that slides at every step. `positions="absolute"`: keys
+    stay where they were in the text; `positions="cache"`: a distance is counted in the cache, so
+    the gap that eviction leaves behind the sinks is closed. Rotation knows distances only, hence
+    only the sinks differ: they are met from the query's place in the cache (or, once after a
+    prompt, moved up to the recent tokens), and nothing else is rotated again.
+
+    Source: arXiv 2309.17453, section 3.2; mit-han-lab/streaming-llm kv_cache.py
+    (StartRecentKVCache), pos_shift/modify_llama.py.
+    Differs from the reference: the paper's sliding, cache-relative form is the preset "paper".
     """
 
-    budget: int = static(1024)  # tokens kept per KV head
+    budget: int = static(1024)  # tokens kept per KV head, sinks included
     sinks: int = static(4)  # tokens
+    when: str = static("prompt")  # "prompt": once; "step": at every step
+    positions: str = static("absolute")  # "absolute": of the text; "cache": of the place in it
     impl: str = static("auto")
-    flush_every = None
 
-    def for_layer(self, layer: int, num_layers: int) -> Self:
-        """The same in every layer."""
-        return self
+    @property
+    def smallest(self) -> int:
+        """Tokens: the sinks and one that is recent."""
+        return self.sinks + 1
 
-    def exact(self) -> Self:
-        """A budget that no prompt exceeds."""
-        return dataclasses.replace(self, budget=2**31 - 1)
+    def _stored(self, tokens: int, shape: PromptShape) -> int:
+        if self.when == "prompt":
+            return kept_bytes(tokens, shape)
+        kept = min(tokens, shape.num_tokens)
+        return rolling_bytes(kept, shape.kv_heads, shape.head_dim, shape.itemsize, False)
 
     def layer_bytes(self, shape: PromptShape) -> int:
         """Live bytes of one row and layer, tail excluded."""
-        return kept_bytes(self.budget, shape)
+        return self._stored(self.budget, shape)
 
     def fit(self, target_bytes: float, shape: PromptShape) -> Self:
         """The largest budget within `target_bytes` a row and layer."""
-        tokens = min(kept_tokens(target_bytes, shape), shape.num_tokens)
-        return dataclasses.replace(self, budget=max(tokens, self.sinks + 1))
+        none, one = self._stored(0, shape), self._stored(1, shape)
+        tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
+        return dataclasses.replace(self, budget=max(tokens, self.smallest))
 
-    def select(self, prompt: PromptKV) -> tuple[Array, Array]:
+    def select(self, prompt: PromptKV, info: LayerInfo) -> tuple[Array, Array]:
         """Columns i32[B, K, C] and lengths i32[B, K] that are kept.
 
         Raises:
@@ -59,6 +81,33 @@ class StreamingLLM:
         scores = jnp.broadcast_to(recency, (batch, heads, total))
         return select.top_columns(scores, self.budget, prompt.starts, sinks)
 
-    def compress(self, prompt: PromptKV, info: LayerInfo) -> BodyTail:
-        """Keep the selected columns."""
-        return keep(prompt, *self.select(prompt), info, self.impl)
+    def compress(self, prompt: PromptKV, info: LayerInfo) -> Any:
+        """Keep the selected columns; with `when="step"` go on evicting.
+
+        Raises:
+            ValueError: for an unknown `when` or `positions`, or a budget that is too small.
+        """
+        if self.when not in ("step", "prompt") or self.positions not in ("absolute", "cache"):
+            raise ValueError(
+                f"when={self.when!r} must be 'step' or 'prompt' and positions={self.positions!r}"
+                " 'absolute' or 'cache'."
+            )
+        columns, lengths = self.select(prompt, info)
+        relative = self.positions == "cache"
+        if self.when == "step":
+            return Rolling.of(
+                prompt, columns, lengths, info, self.budget, None, sinks=self.sinks,
+                recent=self.budget - self.sinks, scoring="age", relative=relative,
+            )  # fmt: skip
+        if relative:
+            prompt = dataclasses.replace(prompt, k=self._moved(prompt, info))
+        return keep(prompt, columns, lengths, info, self.impl)
+
+    def _moved(self, prompt: PromptKV, info: LayerInfo) -> Array:
+        """Keys [B, K, T, H] with the sinks rotated to stand right before the recent tokens."""
+        total = prompt.k.shape[2]
+        column = jnp.arange(total, dtype=jnp.int32)[None]
+        gap = jnp.maximum(total - prompt.starts - self.budget, 0)[:, None]
+        moved = rotate(info.rope, prompt.k_unrotated, column - prompt.starts[:, None] + gap)
+        sinks = select.sink_columns(prompt.starts, total, self.sinks)[:, None, :, None]
+        return jnp.where(sinks, moved, prompt.k)

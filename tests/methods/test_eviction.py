@@ -17,7 +17,9 @@ RAGGED = Shape(16, 4, 2, (40, 23, 3), columns=48)
 
 def kept(method, shape):
     """Positions kept, [row][head] lists."""
-    columns, lengths = (np.asarray(x) for x in method.select(prompts.prompt(shape)))
+    columns, lengths = (
+        np.asarray(x) for x in method.select(prompts.prompt(shape), prompts.info(shape))
+    )
     total = shape.columns or max(shape.lengths)
     return [
         [(columns[i, h, : lengths[i, h]] - (total - n)).tolist() for h in range(shape.kv_heads)]

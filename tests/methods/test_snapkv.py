@@ -10,7 +10,11 @@ from kvjax.methods.snapkv import SnapKV
 from tests import prompts
 from tests.prompts import Shape, fast_jit
 
-select = fast_jit(SnapKV.select)
+LAYER = prompts.info(Shape(16, 2, 1, (9,)))
+
+
+def select(method, prompt):
+    return fast_jit(SnapKV.select, static_argnums=2)(method, prompt, LAYER)
 
 
 def scores_of(q, k, kv_heads, window, kernel, pooling):
@@ -87,10 +91,10 @@ def test_prompts_up_to_the_budget_are_kept_whole():
 
 def test_the_window_counts_inside_the_budget():
     prompt = prompts.prompt(Shape(16, 2, 1, (40,)))
-    with pytest.raises(ValueError, match="budget=7 must be at least window=8"):
-        SnapKV(budget=7, window=8).select(prompt)
+    with pytest.raises(ValueError, match="budget=7 must be at least 8 tokens per KV head .window=8"):
+        SnapKV(budget=7, window=8).select(prompt, LAYER)
     for change in ({"kernel": 4}, {"pooling": "mean"}):
         with pytest.raises(ValueError, match="must be"):
-            dataclasses.replace(SnapKV(budget=16, window=8), **change).select(prompt)
-    lengths = SnapKV(budget=16, window=8).select(prompt)[1]
+            dataclasses.replace(SnapKV(budget=16, window=8), **change).select(prompt, LAYER)
+    lengths = SnapKV(budget=16, window=8).select(prompt, LAYER)[1]
     assert jnp.array_equal(lengths, jnp.full((1, 1), 16))

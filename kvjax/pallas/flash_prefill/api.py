@@ -24,7 +24,7 @@ def flash_prefill(
     *,
     window: int | None = None,
     impl: str = "auto",
-) -> Float[Array, "B N T H"]:
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Exact causal attention of right-aligned (left-padded) rows, never holding a T x T matrix.
 
     Args:
@@ -36,7 +36,8 @@ def flash_prefill(
         impl: see `dispatch.choose`.
 
     Returns:
-        The attention output [B, N, T, H] in q's dtype; zero at pads.
+        The attention output [B, N, T, H] in v's dtype, zero at pads, and the log-sum-exp of each
+        query's logits f32[B, N, T] (finite and meaningless at pads).
 
     Raises:
         ValueError: if the KV heads do not divide the query heads.

@@ -8,7 +8,9 @@ from kvjax.pallas.partial import MASKED
 _QUERIES, _KEYS = 256, 256  # columns of a block
 
 
-def flash_prefill(q: Array, k: Array, v: Array, starts: Array, *, window: int | None) -> Array:
+def flash_prefill(
+    q: Array, k: Array, v: Array, starts: Array, *, window: int | None
+) -> tuple[Array, Array]:
     """See `api.flash_prefill`."""
     batch, heads, columns, dim = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
@@ -45,15 +47,17 @@ def flash_prefill(q: Array, k: Array, v: Array, starts: Array, *, window: int | 
 
         low = starts.min() if window is None else jnp.maximum(starts.min(), at - window + 1)
         zero = jnp.zeros((lead, group * size), jnp.float32)
-        o, _, l = lax.fori_loop(  # noqa: E741
+        o, m, l = lax.fori_loop(  # noqa: E741
             jnp.maximum(low, 0) // keys,
             (at + size + keys - 1) // keys,
             step,
             (jnp.zeros((lead, group * size, dim), jnp.float32), zero + MASKED, zero),
         )
-        o = o / jnp.where(l > 0, l, 1.0)[..., None]
-        return o.reshape(lead, group, size, dim)
+        safe = jnp.where(l > 0, l, 1.0)
+        o = (o / safe[..., None]).reshape(lead, group, size, dim)
+        return o, (m + jnp.log(safe)).reshape(lead, group, size)
 
-    out = lax.map(queries, (q, jnp.arange(total // size, dtype=jnp.int32) * size))
+    out, lse = lax.map(queries, (q, jnp.arange(total // size, dtype=jnp.int32) * size))
     out = out.transpose(1, 2, 0, 3, 4).reshape(batch, heads, total, dim)
-    return out[:, :, pad:].astype(v.dtype)
+    lse = lse.transpose(1, 2, 0, 3).reshape(batch, heads, total)
+    return out[:, :, pad:].astype(v.dtype), lse[:, :, pad:]

@@ -1,0 +1,197 @@
+"""A cache of fixed size that evicts at every step: H2O, TOVA and StreamingLLM as their papers run.
+
+A step first drops what the previous one released (the token of the least score, where the budget is
+exceeded), writes the new token in its place, then attends: one slot more than the budget.
+"""
+
+from dataclasses import replace
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention import visible
+from kvjax.pallas import partial
+from kvjax.pytree import METADATA, array, pytree, static
+from kvjax.rope import Rope, rotate, unrotate
+from kvjax.types import LayerInfo, PromptKV
+
+
+@pytree
+class Rolling:
+    """At most `budget` tokens a KV head survive a step; slots are reused in place.
+
+    Invariants: slots [0, lengths) hold tokens, `positions` >= 0, the others -1; until a first
+    eviction slot = order of arrival, so the `sinks` first tokens stay in slots [0, sinks). `scores`
+    is what attention has given each token, None where only age decides.
+    """
+
+    k: Array = array("batch", "kv_head", "slot", "head_dim", valid="lengths")  # rotated
+    v: Array = array("batch", "kv_head", "slot", "head_dim", valid="lengths")
+    positions: Array = array("batch", "kv_head", "slot", role=METADATA, valid="lengths")  # i32
+    scores: Array | None = array("batch", "kv_head", "slot", role=METADATA, valid="lengths")  # f32
+    lengths: Array = array("batch", "kv_head", role=METADATA)  # i32[B, K]
+    budget: int = static()  # tokens that survive a step
+    sinks: int = static()  # first tokens that are never evicted
+    recent: int = static()  # last tokens that are never evicted
+    scoring: str = static()  # "sum" of all attention so far, "last" query's attention, or "age"
+    normalize: bool = static(False)  # a sum is divided by the number of queries that saw the token
+    relative: bool = static(False)  # positions are places in the cache, not in the text
+    rope: Rope = static()
+    step_limit = None
+    flush_every = None
+    evicts = True
+
+    @classmethod
+    def of(
+        cls, prompt: PromptKV, columns: Array, lengths: Array, info: LayerInfo, budget: int,
+        scores: Array | None, **rules,
+    ) -> Self:  # fmt: skip
+        """Start from the selected columns of a prompt.
+
+        Args:
+            prompt: the layer's finished prefill.
+            columns: i32[B, K, C], ascending; entries from `lengths` on are ignored.
+            lengths: i32[B, K].
+            info: the layer.
+            budget: tokens that survive a step, at least 1.
+            scores: f32[B, K, T] that the columns start with, or None.
+            **rules: the static fields.
+        """
+        total = prompt.k.shape[2]
+        slots = min(budget, total + info.reserve) + 1
+        room = slots - columns.shape[2]
+        columns = jnp.pad(columns, ((0, 0), (0, 0), (0, room)))
+        kept = jnp.arange(slots, dtype=jnp.int32)[None, None] < lengths[..., None]
+        columns = jnp.where(kept, columns, 0)
+        k, v = (
+            jnp.where(kept[..., None], jnp.take_along_axis(x, columns[..., None], 2), 0)
+            for x in (prompt.k, prompt.v)
+        )
+        if scores is not None:
+            scores = jnp.where(kept, jnp.take_along_axis(scores, columns, 2), 0.0)
+        positions = jnp.where(kept, columns - prompt.starts[:, None, None], -1)
+        return cls(
+            k, v, positions.astype(jnp.int32), scores, lengths,
+            budget=budget, rope=info.rope, **rules,
+        )  # fmt: skip
+
+    def room(self) -> Array:
+        """i32[B], tokens that can still be appended: no limit where a budget makes room."""
+        slots = self.k.shape[2]
+        room = slots - self.lengths.max(1)
+        return room if self.budget >= slots else jnp.full_like(room, 2**30)
+
+    def step(self, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Self]:
+        """Evict, append and attend, one token after the other. See `types.LayerCache.step`."""
+        steps = k.shape[2]
+        if steps == 1:
+            return self._step(q, k, v, positions[:, 0])
+
+        def one(cache, x):
+            out, cache = cache._step(*(a[:, :, None] for a in x[:3]), x[3])
+            return cache, out[:, :, 0]
+
+        inputs = tuple(jnp.moveaxis(a, 2, 0) for a in (q, k, v)) + (positions.T,)
+        cache, outs = lax.scan(one, self, inputs)
+        return jnp.moveaxis(outs, 0, 2), cache
+
+    def _step(self, q, k, v, position) -> tuple[Array, Self]:
+        """One token a row: q [B, N, 1, H], k and v [B, K, 1, H], position i32[B], -1 = none."""
+        dtype, real = q.dtype, position >= 0
+        at = position[:, None]
+        k = rotate(self.rope, k, at)
+        cache = self._write(k, v, position)
+        out, p = cache._attend(rotate(self.rope, q, at), q, position)
+        if self.scoring == "sum":
+            scores = jnp.where(real[:, None, None], cache.scores + p, cache.scores)
+            cache = replace(cache, scores=scores)
+        elif self.scoring == "last":
+            p = jnp.broadcast_to(p.mean(1, keepdims=True), p.shape)
+            cache = replace(cache, scores=jnp.where(real[:, None, None], p, cache.scores))
+        return jnp.where(real[:, None, None, None], out, 0.0).astype(dtype), cache
+
+    def _write(self, k: Array, v: Array, position: Array) -> Self:
+        """Put each row's token in a free slot or in place of the one that goes."""
+        batch, heads, slots, _ = self.k.shape
+        full = self.lengths == slots
+        slot = jnp.where(full, self._victim(), self.lengths)
+        slot = jnp.where(position[:, None] >= 0, slot, slots)  # out of range: dropped
+
+        def put(buffer, value):
+            one = jax.vmap(jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop")))
+            return one(buffer, slot, value.astype(buffer.dtype))
+
+        new = jnp.broadcast_to(position[:, None], (batch, heads))
+        scores = self.scores
+        if scores is not None:
+            scores = put(scores, jnp.zeros((batch, heads), jnp.float32))
+        grown = ~full & (position[:, None] >= 0)
+        return replace(
+            self,
+            k=put(self.k, k[:, :, 0]),
+            v=put(self.v, v[:, :, 0]),
+            positions=put(self.positions, new),
+            scores=scores,
+            lengths=self.lengths + grown.astype(jnp.int32),
+        )
+
+    def _victim(self) -> Array:
+        """i32[B, K], the slot of the least score that nothing protects; the older of equals."""
+        last = self.positions.max(-1, keepdims=True)
+        if self.scores is None:
+            worth = self.positions.astype(jnp.float32)
+        elif self.normalize:
+            worth = self.scores / (last - self.positions + 1).astype(jnp.float32)
+        else:
+            worth = self.scores
+        protected = (self.positions < self.sinks) & (self.positions >= 0)
+        # Among a KV head's own tokens: after an eviction the last `recent` are still in a row.
+        protected |= self.positions > last - self.recent
+        worth = jnp.where(protected, jnp.inf, worth)
+        oldest = jnp.where(worth == worth.min(-1, keepdims=True), self.positions, 2**30)
+        return oldest.argmin(-1).astype(jnp.int32)
+
+    def _attend(self, rotated: Array, q: Array, position: Array) -> tuple[Array, Array]:
+        """Output [B, N, 1, H] and the probability of each slot, summed over the group [B, K, S]."""
+        batch, heads, _, dim = rotated.shape
+        logits = partial.logits(rotated, self.k)
+        if self.relative and self.sinks:
+            # Only the distance to the sinks differs from the text's: the query meets them from its
+            # own place in the cache.
+            place = self.lengths[:, :1] - 1
+            near = rotate(self.rope, q, place)
+            first = partial.logits(near, self.k[:, :, : self.sinks])
+            logits = jnp.concatenate([first, logits[..., self.sinks :]], -1)
+        mask = visible(position[:, None], self.positions)
+        p, _, l = partial.soften(logits, partial.expand(mask, heads, self.k.shape[1]))  # noqa: E741
+        p = p / jnp.where(l > 0, l, 1.0)[..., None]
+        out = partial.weigh(p, self.v).reshape(batch, heads, 1, dim)
+        return out, p.sum(2)
+
+    def flush(self) -> Self:
+        """Nothing to fold."""
+        return self
+
+    def materialize(self) -> tuple[Array, Array, Array]:
+        """What step attends to, dense. See `types.LayerCache.materialize`.
+
+        With `relative` the keys of the sinks stand where the last query sees them.
+        """
+        k = self.k
+        if self.relative and self.sinks:
+            last = self.positions.max(-1)
+            shift = jnp.maximum(last - (self.lengths - 1), 0)[:, 0]  # i32[B], tokens dropped
+            sinks = jnp.arange(self.sinks, dtype=jnp.int32)[None]
+            sinks = jnp.broadcast_to(sinks, (k.shape[0], self.sinks))
+            first = unrotate(self.rope, k[:, :, : self.sinks], sinks)
+            first = rotate(self.rope, first, sinks + shift[:, None])
+            k = jnp.concatenate([first.astype(k.dtype), k[:, :, self.sinks :]], 2)
+        return k, self.v, self.positions
+
+
+def rolling_bytes(tokens: int, kv_heads: int, head_dim: int, itemsize: int, scored: bool) -> int:
+    """Live bytes of `Rolling` with `tokens` tokens per KV head, in one row and layer."""
+    slot = 2 * head_dim * itemsize + 4 + (4 if scored else 0)
+    return kv_heads * (tokens * slot + 4)
