@@ -64,32 +64,44 @@ def cache_bytes(caches: Any) -> CacheBytes:
     return CacheBytes(total[BODY], total[TAIL], total[METADATA])
 
 
-def _live(leaf: Leaf) -> np.ndarray:
-    """Live bytes of one array for each row: int64 [B]."""
+def _live(leaf: Leaf, page: int | None = None) -> np.ndarray:
+    """Live bytes of one array for each row: int64 [B] (0 for what belongs to no row)."""
+    if leaf.axes[0] == "page":
+        if leaf.valid is None:
+            return np.int64(0)
+        pages, slots = leaf.value.shape[0], leaf.value.shape[leaf.axes.index("slot")]
+        tokens = _rounded(np.asarray(leaf.valid, np.int64), page or slots)
+        return tokens * (_size(leaf) // (pages * slots))
     batch = leaf.value.shape[0]
     if leaf.valid is None:
         return np.full(batch, _size(leaf) // batch, np.int64)
     slot = leaf.axes.index("slot")
     slots = leaf.value.shape[slot]
-    valid = np.asarray(leaf.valid, np.int64)
+    valid = _rounded(np.asarray(leaf.valid, np.int64), page or 1)
     entries = -(-valid * slots // (leaf.spans or slots))
     counted = 1 if valid.ndim == 1 else valid.shape[1]
     entry = _size(leaf) // (batch * slots * counted)
     return entries.reshape(batch, -1).sum(1) * entry
 
 
-def live_bytes(caches: Any) -> LiveBytes:
+def _rounded(tokens: np.ndarray, page: int) -> np.ndarray:
+    return -(-tokens // page) * page
+
+
+def live_bytes(caches: Any, page: int | None = None) -> LiveBytes:
     """Bytes of the valid entries of each row.
 
     Args:
         caches: a layer's cache or any nest of them, with real arrays.
+        page: round the tokens of every KV head (or row) up to whole pages of so many tokens, as a
+            paged allocator would have to; 1 counts tokens alone. None: as the cache stores them.
 
     Returns:
         int64 [B] by role.
     """
     total: dict[str, Any] = dict.fromkeys(ROLES, np.int64(0))
     for leaf in walk(caches, counts=True):
-        total[leaf.role] = total[leaf.role] + _live(leaf)
+        total[leaf.role] = total[leaf.role] + _live(leaf, page)
     return LiveBytes(total[BODY], total[TAIL], total[METADATA])
 
 

@@ -242,6 +242,22 @@ def flush(caches: Any) -> Any:
     return tuple(cache.flush() for cache in caches)
 
 
+def select_rows(caches: Any, rows: Array) -> Any:
+    """Reorder, repeat or drop the rows of a batch: beams, finished requests.
+
+    Args:
+        caches: a cache a layer.
+        rows: i32[R], the row of the old batch that each new one is.
+    """
+
+    def select(cache):
+        if hasattr(cache, "select_rows"):
+            return cache.select_rows(rows)
+        return jax.tree.map(lambda x: x[rows], cache)
+
+    return tuple(select(cache) for cache in caches)
+
+
 def flush_interval(caches: Any) -> int | None:
     """Positions at which some layer folds a block are multiples of this; None: never."""
     intervals = {cache.flush_every for cache in caches if cache.flush_every is not None}

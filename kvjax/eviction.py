@@ -107,14 +107,18 @@ def gather(prompt: PromptKV, columns: Array, lengths: Array) -> PromptKV:
     def take(x):
         return jnp.take_along_axis(x, columns[..., None], 2)
 
-    next_positions = total - prompt.starts
-    if prompt.next_positions is not None:
-        next_positions = prompt.next_positions
+    next_positions, positions = prompt.next_positions, prompt.positions
+    if positions is None:
+        next_positions = (total - prompt.starts).astype(jnp.int32)
+        positions = columns - prompt.starts[:, None, None]
+    else:
+        positions = jnp.take_along_axis(positions, columns, 2)
     return PromptKV(
         prompt.q[:, :, total - count :],
         take(prompt.k),
         take(prompt.k_unrotated),
         take(prompt.v),
         (count - kept).astype(jnp.int32),
-        next_positions=next_positions.astype(jnp.int32),
+        next_positions=next_positions,
+        positions=positions.astype(jnp.int32),
     )

@@ -71,7 +71,11 @@ class Rolling:
         )
         if scores is not None:
             scores = jnp.where(kept, jnp.take_along_axis(scores, columns, 2), 0.0)
-        positions = jnp.where(kept, columns - prompt.starts[:, None, None], -1)
+        if prompt.positions is None:
+            positions = columns - prompt.starts[:, None, None]
+        else:
+            positions = jnp.take_along_axis(prompt.positions, columns, 2)
+        positions = jnp.where(kept, positions, -1)
         return cls(
             k, v, positions.astype(jnp.int32), scores, lengths,
             budget=budget, rope=info.rope, **rules,

@@ -260,8 +260,13 @@ def keep(prompt: PromptKV, columns: Array, lengths: Array, info: LayerInfo, impl
     columns = jnp.where(kept, columns, 0)
     k, v = (jnp.take_along_axis(x, columns[..., None], 2) for x in (prompt.k, prompt.v))
     k, v = (jnp.where(kept[..., None], x, 0) for x in (k, v))
-    positions = jnp.where(kept, columns - prompt.starts[:, None, None], 0)
-    positions = positions.astype(position_dtype(prompt.k.shape[2]))
+    if prompt.positions is None:
+        positions = columns - prompt.starts[:, None, None]
+    else:
+        positions = jnp.take_along_axis(prompt.positions, columns, 2)
+    # A recompressed prompt may have grown: its positions are not bounded by its columns.
+    dtype = position_dtype(prompt.k.shape[2] if prompt.positions is None else 2**31)
+    positions = jnp.where(kept, positions, 0).astype(dtype)
     body = Pooled(k, v, positions, lengths, window=info.window, impl=impl)
     tail = Tail.empty(prompt.k, info.reserve)
     return BodyTail(body, tail, rope=info.rope, window=info.window)

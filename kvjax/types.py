@@ -54,9 +54,10 @@ class PromptKV:
     # f32[B, K, T], the attention that each column got from all queries of its group, summed, where
     # prefill was asked for it
     column_sums: Array | None = array("batch", "kv_head", "column", default=None)
-    # i32[B], the next token's position where it is not the number of columns: tokens were evicted,
-    # and only `k` knows where the others stood (`k_unrotated` is then not to be used)
+    # i32[B], the next token's position where it is not the number of columns: tokens were evicted
     next_positions: Array | None = array("batch", default=None)
+    # i32[B, K, T], the position of each column of a KV head where it is not c - starts[b]; -1 = pad
+    positions: Array | None = array("batch", "kv_head", "column", default=None)
 
 
 class LayerInfo(NamedTuple):

@@ -13,10 +13,10 @@ PACKAGES = ("kvjax", "models", "experiments")
 # Bottom to top: a module imports its own layer and those before it. `quant` is at the bottom
 # because the kernels' XLA specifications unpack its codes.
 LAYERS = (
-    ("pytree", "typed", "types", "rope", "quant", "pallas"),
+    ("pytree", "typed", "types", "rope", "quant", "anchor_bytes", "pallas"),
     ("attention", "storage", "scores", "select", "anchors", "gear_body", "eviction", "rolling"),
     ("methods", "registry"),
-    ("decode", "accounting", "sharding", "metrics", "timing"),
+    ("decode", "turns", "accounting", "sharding", "metrics", "timing"),
     ("evaluation", "serving"),
 )
 SERVING_MAY_IMPORT = {"numpy", "sklearn", "kvjax"} | set(sys.stdlib_module_names)

@@ -1,0 +1,1 @@
+"""Attention of new queries over exact keys and values in pages."""
