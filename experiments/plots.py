@@ -4,6 +4,7 @@ A row is a dict as metrics.jsonl holds it. Where a plot draws an interval it rea
 `<field>_low` and `<field>_high`, which `group_means` writes.
 """
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,9 @@ _STYLES = {
     "expected_attention": ("#661100", "X"),
     "keydiff": ("#44AA99", "d"),
     "tova": ("#AA4499", "8"),
+    "quantized_cache": ("#4477AA", "H"),
+    "symmetric": ("#AA7744", "^"),
+    "snapkv+kivi": ("#EE3377", "*"),
 }
 _SHARES = ("token_match", "top5", "top1")  # a share's interval ends at 0 and 1
 _OTHERS = ("#6699CC", "#888800", "#AA4466", "#4477AA", "#228833", "#AA7744")
@@ -58,14 +62,15 @@ _RC = {
 def style(method: str) -> tuple[str, str, str]:
     """Return the colour, marker and line style of a method; the same in every plot and run.
 
-    A preset or variant, written after the method's name as in `anchorkv:paper_short`, keeps the
-    colour and marker and gets a dash pattern of its own.
+    A preset or variant, written beside the method's name as in `paper_short:anchorkv` or
+    `kivi(k_bits=2)`, keeps the colour and marker and gets a dash pattern of its own.
     """
-    base = next((m for m in sorted(_STYLES, key=len, reverse=True) if method.startswith(m)), None)
-    if base is None:
+    known = [m for m in _STYLES if re.search(rf"(^|[:+]){re.escape(m)}($|[^a-z_])", method)]
+    if not known:
         number = zlib.crc32(method.encode())
         return _OTHERS[number % len(_OTHERS)], "os^Dv<>"[number % 7], "-"
-    variant = method[len(base) :].strip(" :_-/()")
+    base = max(known, key=len)
+    variant = method.replace(base, "", 1).strip(" :_-/()")
     dash = _DASHES[1 + zlib.crc32(variant.encode()) % 3] if variant else "-"
     return *_STYLES[base], dash
 
@@ -140,6 +145,51 @@ def against_bytes(
             margin = 0.03 * (y_limits[1] - y_limits[0])
             axes.set_ylim(y_limits[0] - margin, y_limits[1] + margin)
         _label(figure, axes, title, x_label, y_label)
+        return figure
+
+
+def panels_against_bytes(
+    panels: Mapping[str, Rows],
+    y: str,
+    *,
+    title: str,
+    y_label: str,
+    x: str = "kv_bytes",
+    x_label: str = "stored bytes of the KV cache, log scale",
+    method: str = "method",
+    y_limits: tuple[float, float] | None = None,
+) -> Figure:
+    """Draw `against_bytes` for several groups of methods side by side, on the same axes.
+
+    Args:
+        panels: title of each panel and its rows.
+        y: field of the vertical axis.
+        title: with the model and n.
+        y_label: with the unit.
+        x: field of the horizontal axis.
+        x_label: with the unit.
+        method: field that names the line; "full" is a star with a level line.
+        y_limits: limits of the vertical axis, such as (0, 100).
+    """
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(5.6 * len(panels), 5.2))
+        every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        values = [r[x] for rows in panels.values() for r in rows if r.get(y) is not None]
+        for axes, (name, rows) in zip(every, panels.items(), strict=True):
+            drawn = [r for r in rows if r.get(y) is not None]
+            for line in _methods(drawn, method):
+                points = sorted((r for r in drawn if r[method] == line), key=lambda r: r[x])
+                _draw(axes, points, x, y, line, star=line == "full", log_y=False)
+            axes.set_xscale("log")
+            _log_ticks(axes, values)
+            if y_limits:
+                margin = 0.03 * (y_limits[1] - y_limits[0])
+                axes.set_ylim(y_limits[0] - margin, y_limits[1] + margin)
+            axes.set_title(name, loc="left")
+            axes.set_xlabel(x_label)
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+        every[0].set_ylabel(y_label)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         return figure
 
 
@@ -234,7 +284,7 @@ def _methods(rows: Rows, method: str) -> list[str]:
     """Return the methods in the order of the palette, then of their names."""
 
     def order(name: str) -> tuple[int, str]:
-        known = (i for i, base in enumerate(_STYLES) if name.startswith(base))
+        known = (i for i, base in enumerate(_STYLES) if base in name)
         return next(known, len(_STYLES)), name
 
     return sorted({row[method] for row in rows}, key=order)

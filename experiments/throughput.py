@@ -135,7 +135,10 @@ def planned(config: Config, model: Any, shape: Shape) -> list[Arm]:
     itemsize = jnp.dtype(config.dtype).itemsize
     one = PromptShape(shape.context, model.num_kv_heads, model.head_dim, itemsize)
     labels = [label for label in config.methods if label != "full"]
-    return [Arm("full", 1.0, registry.make("full"), None), *plan(labels, config.ratios, (), one)]
+    return [
+        Arm("full", 1.0, registry.make("full"), None),
+        *plan(labels, config.ratios, (), one, len(model.windows)),
+    ]
 
 
 def key(shape: Shape, method: str, target_ratio: float | None) -> dict[str, Any]:

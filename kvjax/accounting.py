@@ -1,6 +1,5 @@
 """Exact bytes of a cache, read off the pytree; a method's setting for a byte budget."""
 
-import dataclasses
 import math
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -161,18 +160,26 @@ class Budget(NamedTuple):
     bytes: float | None = None  # a row and layer
     bits_per_value: float | None = None  # stored bits over the elements of K and V
 
-    def target_bytes(self, shape: PromptShape) -> float:
-        """Bytes of a row and layer.
+    def check(self) -> None:
+        """Refuse a budget in no unit or in several.
 
         Raises:
-            ValueError: unless exactly one is given and it is positive; for a budget in tokens.
+            ValueError: unless exactly one is given and it is positive.
         """
         given = {name: value for name, value in self._asdict().items() if value is not None}
-        if len(given) != 1 or min(given.values()) <= 0:
+        if len(given) != 1 or not min(given.values()) > 0:
             raise ValueError(
                 f"budget {given or 'nothing'} must be exactly one positive value of"
                 f" {', '.join(self._fields)}."
             )
+
+    def target_bytes(self, shape: PromptShape) -> float:
+        """Bytes of a row and layer.
+
+        Raises:
+            ValueError: see `check`; for a budget in tokens.
+        """
+        self.check()
         if self.ratio is not None:
             return shape.full_bytes / self.ratio
         if self.bits_per_value is not None:
@@ -189,14 +196,15 @@ def within(method: Method, budget: Budget, shape: PromptShape, num_layers: int =
         ValueError: for a budget in tokens of a method that keeps every token, or for several.
         UnreachableBytes: see `solve`.
     """
-    if budget.tokens is None or sum(value is not None for value in budget) != 1:
+    budget.check()
+    if budget.tokens is None:
         return solve(method, budget.target_bytes(shape), shape, num_layers)
-    if not hasattr(method, "budget"):
+    if not hasattr(method, "with_budget"):
         raise ValueError(
             f"{_name(method)} keeps every token: give ratio, bytes or bits_per_value, not"
             f" tokens={budget.tokens}."
         )
-    return dataclasses.replace(method, budget=budget.tokens)
+    return method.with_budget(budget.tokens)
 
 
 def solve(method: Method, target_bytes: float, shape: PromptShape, num_layers: int = 1) -> Method:
@@ -225,6 +233,11 @@ def solve(method: Method, target_bytes: float, shape: PromptShape, num_layers: i
         found = affordable[-1] if affordable else points[0]
     elif hasattr(method, "fit"):
         found = method.fit(target_bytes, shape)
+        if hasattr(found, "with_budget"):
+            # Layers with budgets of their own: where a quantizer codes whole blocks, they may cost
+            # more than as many layers alike.
+            while cost(found) > target_bytes and found.budget > found.smallest:
+                found = found.with_budget(found.budget - 1)
     else:
         found = method
     reached = cost(found)

@@ -304,7 +304,7 @@ def extend(
     chunk = min([total] + [c.step_limit for c in caches if c.step_limit is not None])
     folds, hidden = flush_interval(caches) is not None, []
     for at in range(0, total, chunk):
-        if at and folds:
+        if folds:  # single steps before may have left a whole block
             caches = flush(caches)
         x, caches = _extend(
             model, params, caches, tokens[:, at : at + chunk], positions[:, at : at + chunk]

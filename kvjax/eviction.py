@@ -45,9 +45,13 @@ def evictor(cls: _Class) -> _Class:
         """The same in every layer."""
         return self
 
+    def with_budget(self, tokens: int) -> Self:
+        """The same with another budget, tokens per KV head."""
+        return dataclasses.replace(self, budget=tokens)
+
     def exact(self) -> Self:
         """A budget that no prompt exceeds."""
-        return dataclasses.replace(self, budget=EVERYTHING)
+        return self.with_budget(EVERYTHING)
 
     def layer_bytes(self, shape: PromptShape) -> int:
         """Live bytes of one row and layer, tail excluded."""
@@ -56,14 +60,14 @@ def evictor(cls: _Class) -> _Class:
     def fit(self, target_bytes: float, shape: PromptShape) -> Self:
         """The largest budget within `target_bytes` a row and layer."""
         tokens = min(kept_tokens(target_bytes, shape), shape.num_tokens)
-        return dataclasses.replace(self, budget=max(tokens, self.smallest))
+        return self.with_budget(max(tokens, self.smallest))
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> BodyTail:
         """Keep the selected columns."""
         return keep(prompt, *self.select(prompt, info), info, self.impl)
 
     shared = {"flush_every": None, "smallest": 1}
-    shared |= {f.__name__: f for f in (for_layer, exact, layer_bytes, fit, compress)}
+    shared |= {f.__name__: f for f in (for_layer, with_budget, exact, layer_bytes, fit, compress)}
     for name, value in shared.items():
         if name not in vars(cls):
             setattr(cls, name, value)

@@ -16,19 +16,19 @@ _FLOAT16_MAX = 65504.0
 _PARTS = (8, 4, 2, 1)
 
 
-def _parts(bits: int) -> list[tuple[int, int]]:
+def parts(bits: int) -> list[tuple[int, int]]:
     """Split a width into (part width, shift) with parts that divide a byte, low bits first."""
-    parts, shift = [], 0
+    found, shift = [], 0
     for part in _PARTS:
         while bits - shift >= part:
-            parts.append((part, shift))
+            found.append((part, shift))
             shift += part
-    return parts
+    return found
 
 
 def packed_size(size: int, bits: int) -> int:
     """Bytes that `pack` makes of `size` codes of `bits` bits."""
-    return sum(-(-size * part // 8) for part, _ in _parts(bits))
+    return sum(-(-size * part // 8) for part, _ in parts(bits))
 
 
 def pack(codes: Array, bits: int) -> Array:
@@ -52,7 +52,7 @@ def pack(codes: Array, bits: int) -> Array:
     _check_bits(bits, 16)
     codes, size = codes.astype(jnp.uint32), codes.shape[-1]
     planes = []
-    for part, shift in _parts(bits):
+    for part, shift in parts(bits):
         per = 8 // part
         width = -(-size // per)
         low = (codes >> shift) & ((1 << part) - 1)
@@ -84,7 +84,7 @@ def unpack(packed: Array, bits: int, size: int) -> Array:
             f" it must be {packed_size(size, bits)}."
         )
     total, at = None, 0
-    for part, shift in _parts(bits):
+    for part, shift in parts(bits):
         per = 8 // part
         width = -(-size // per)
         byte = packed[..., at : at + width]
@@ -242,9 +242,9 @@ def codebook_decode(codes: Array, bits: int) -> Array:
 
 
 @functools.cache
-def _rotation(size: int, seed: int) -> np.ndarray:
+def _rotation(size: int, seed: int, kind: str) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    if size & (size - 1) == 0:
+    if kind == "hadamard" and size & (size - 1) == 0:
         matrix = np.ones((1, 1))
         while matrix.shape[0] < size:
             matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -255,20 +255,26 @@ def _rotation(size: int, seed: int) -> np.ndarray:
     return np.ascontiguousarray(matrix, np.float32)
 
 
-def rotation(size: int, seed: int) -> Array:
+def rotation(size: int, seed: int, kind: str = "hadamard") -> Array:
     """An orthonormal matrix that spreads a vector's energy over all coordinates.
 
     A randomised Hadamard matrix when `size` is a power of two, else a Haar rotation (QR of a
-    Gaussian matrix). A function of (size, seed) alone: shared by every layer, never stored.
+    Gaussian matrix). A function of its arguments alone: shared by every layer, never stored.
 
     Args:
         size: head_dim H.
         seed: fixed by the method.
+        kind: "hadamard", or "haar" for a Haar rotation of every size.
 
     Returns:
         f32[H, H]; rotate a row vector by x @ R and back by y @ R.T.
+
+    Raises:
+        ValueError: for another kind.
     """
-    return jnp.asarray(_rotation(size, seed))
+    if kind not in ("hadamard", "haar"):
+        raise ValueError(f"rotation={kind!r} must be 'hadamard' or 'haar'.")
+    return jnp.asarray(_rotation(size, seed, kind))
 
 
 @typed
@@ -316,3 +322,122 @@ def popcount_prefix(words: Array) -> Array:
     """
     counts = jax.lax.population_count(words).astype(jnp.int32).reshape(words.shape[0], -1)
     return (jnp.cumsum(counts, -1) - counts).reshape(words.shape)
+
+
+@functools.cache
+def _half_mass(dim: int) -> float:
+    """Integral of cos^(dim - 2) from 0 to pi / 2."""
+    return math.sqrt(math.pi) / 2 * math.exp(math.lgamma((dim - 1) / 2) - math.lgamma(dim / 2))
+
+
+def _coordinate_cells(levels: np.ndarray, dim: int) -> tuple[np.ndarray, ...]:
+    """Cells of a unit vector's coordinate around levels: mass, first moment, density at edges.
+
+    With x = sin t the law is cos^(dim - 2) t / (2 `_half_mass`), whose integral is a sum of
+    positive terms and whose first moment is a power of the cosine.
+    """
+    edges = np.concatenate([[-1.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+    cos = np.sqrt(np.maximum(1 - edges**2, 0.0))
+    total = edges if dim % 2 else np.arcsin(edges)  # of cos^1 or cos^0; then by parts
+    for power in range(2 + dim % 2, dim - 1, 2):
+        total = edges * cos ** (power - 1) / power + total * (power - 1) / power
+    scale = 2 * _half_mass(dim)
+    moment = -(cos ** (dim - 1)) / ((dim - 1) * scale)
+    return np.diff(total) / scale, np.diff(moment), cos ** (dim - 3) / scale
+
+
+@functools.cache
+def coordinate_levels(bits: int, dim: int) -> tuple[float, ...]:
+    """Least-squares levels for a coordinate of a random unit vector.
+
+    The law is f(x) ~ (1 - x^2)^((dim - 3) / 2) on [-1, 1]; times sqrt(dim) it tends to a unit
+    Gaussian's, and the levels to `lloyd_max`.
+
+    Args:
+        bits: 1 to 8; 2^bits levels, ascending and symmetric.
+        dim: of the vector, at least 3.
+
+    Raises:
+        ValueError: for bits or a dimension out of range.
+
+    Source: TurboQuant (arXiv 2504.19874), section 3.1, equation 4.
+    Differs from the reference: Newton's method on Lloyd's condition, whose integrals are exact.
+    """
+    _check_bits(bits, 8)
+    if dim < 3:
+        raise ValueError(f"dim={dim} must be at least 3: below, the law has its mass at the ends.")
+    count = 2**bits
+    angle = np.linspace(-np.pi / 2, np.pi / 2, 20001)
+    # Companding start: as many levels per length as the cube root of the density.
+    share = np.cumsum(np.cos(angle) ** (dim / 3))
+    levels = np.sin(np.interp((np.arange(count) + 0.5) / count, share / share[-1], angle))
+    for i in range(40):
+        mass, moment, density = _coordinate_cells(levels, dim)
+        miss = levels * mass - moment
+        if np.abs(miss).max() < 1e-15:
+            break
+        if i < 20:  # Lloyd's own step; Newton's starts close, or runs into the tails
+            levels = moment / mass
+        else:
+            # An inner edge moves half as much as either of its levels.
+            inner = (levels[1:] - levels[:-1]) / 4 * density[1:-1]
+            slope = np.diag(mass) - np.diag(inner, 1) - np.diag(inner, -1)
+            slope -= np.diag(np.append(inner, 0.0) + np.append(0.0, inner))
+            levels = levels - np.linalg.solve(slope, miss)
+        levels = (levels - levels[::-1]) / 2
+    return tuple(float(level) for level in levels)
+
+
+@typed
+def coordinate_encode(x: Float[Array, "*shape"], bits: int, dim: int) -> Array:
+    """Index of the nearest of `coordinate_levels(bits, dim)`: int32 of x's shape."""
+    levels = np.asarray(coordinate_levels(bits, dim))
+    edges = (levels[1:] + levels[:-1]) / 2
+    if bits <= 4:  # a sum of comparisons vectorises, a search does not
+        edges = edges.astype(np.float32)
+        return functools.reduce(jnp.add, ((x > float(edge)).astype(jnp.int32) for edge in edges))
+    bins = 4096  # narrower than a cell, so that a bin has one edge at most: two look-ups
+    below = np.searchsorted(edges, np.arange(bins) * 2 / bins - 1)
+    bin = jnp.clip(((x + 1) * (bins / 2)).astype(jnp.int32), 0, bins - 1)
+    code = jnp.asarray(below, jnp.int32)[bin]
+    return code + (x > jnp.asarray(np.append(edges, np.inf), jnp.float32)[code]).astype(jnp.int32)
+
+
+def coordinate_decode(codes: Array, bits: int, dim: int) -> Array:
+    """Level of each code, float32 of the codes' shape.
+
+    Up to 4 bits it is an odd polynomial through all levels: a table does not vectorise.
+    """
+    if bits > 4:
+        return jnp.asarray(coordinate_levels(bits, dim), jnp.float32)[codes]
+    middle, factors = _polynomial(bits, dim)
+    x = codes.astype(jnp.float32) / middle - 1.0
+    square, value = x * x, factors[-1]
+    for factor in factors[-2::-1]:
+        value = value * square + factor
+    return value * x
+
+
+@functools.cache
+def _polynomial(bits: int, dim: int) -> tuple[float, list[float]]:
+    """The middle of the codes, and the factors of x, x^3, ... through all levels."""
+    middle = (2**bits - 1) / 2
+    x = np.arange(2 ** (bits - 1), 2**bits) / middle - 1.0
+    powers = x[:, None] ** np.arange(1, 2 * len(x), 2)
+    return middle, np.linalg.solve(powers, coordinate_levels(bits, dim)[len(x) :]).tolist()
+
+
+@functools.cache
+def _sketch(size: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, 1])
+    return np.ascontiguousarray(rng.standard_normal((size, size)), np.float32)
+
+
+def sketch(size: int, seed: int) -> Array:
+    """A Gaussian matrix S f32[H, H], whose signs of S r hold a direction in a bit a coordinate.
+
+    sqrt(pi / 2) / H |r| S' sign(S r) is r in the mean over S.
+
+    Source: QJL (arXiv 2406.03482), definition 1.
+    """
+    return jnp.asarray(_sketch(size, seed))

@@ -1,5 +1,6 @@
 """Method names: registered once, looked up by command lines, tests and plots."""
 
+import ast
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -49,12 +50,12 @@ def make(label: str, **overrides: Any) -> Any:
     """A method by its label: "snapkv", or with a preset in either order: "paper:snapkv".
 
     Args:
-        label: a name, "preset:name", "name:preset", or two of them, "snapkv+rethink:kivi": evict,
-            then quantize.
+        label: a name, "preset:name" or "name:preset"; with hyperparameters, "kivi(k_bits=2)"; or
+            two of them, "snapkv+rethink:kivi": evict, then quantize.
         **overrides: hyperparameters (of one method).
 
     Raises:
-        ValueError: for an unknown name, preset or hyperparameter.
+        ValueError: for an unknown name, preset or hyperparameter, or a label that does not parse.
     """
     if "+" in label:
         from kvjax.methods.compose import compose
@@ -62,6 +63,9 @@ def make(label: str, **overrides: Any) -> Any:
         if overrides or label.count("+") > 1:
             raise ValueError(f"{label!r} must be two labels joined by one +, with no overrides.")
         return compose(*(make(part) for part in label.split("+")))
+    label, _, inner = label.partition("(")
+    if inner:
+        overrides = _arguments(f"{label}({inner}") | overrides
     first, _, second = label.partition(":")
     name, preset = (second, first) if second and second in names() else (first, second)
     method = get(name)
@@ -72,6 +76,17 @@ def make(label: str, **overrides: Any) -> Any:
     if unknown:
         raise ValueError(f"{name} has no hyperparameter {unknown}: it has {known}.")
     return method(**{**method.presets.get(preset, {}), **overrides})
+
+
+def _arguments(label: str) -> dict[str, Any]:
+    """The hyperparameters that a label such as "kivi(k_bits=2, group=32)" writes out."""
+    try:
+        call = ast.parse(f"f({label.partition('(')[2]}", mode="eval").body
+        if call.args:
+            raise ValueError
+        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AttributeError):
+        raise ValueError(f"{label!r} must read like 'kivi(k_bits=2, group=32)'.") from None
 
 
 def names() -> list[str]:

@@ -187,9 +187,10 @@ class Rolling:
         if self.relative and self.sinks:
             last = self.positions.max(-1)
             shift = jnp.maximum(last - (self.lengths - 1), 0)[:, 0]  # i32[B], tokens dropped
-            sinks = jnp.arange(self.sinks, dtype=jnp.int32)[None]
-            sinks = jnp.broadcast_to(sinks, (k.shape[0], self.sinks))
-            first = unrotate(self.rope, k[:, :, : self.sinks], sinks)
+            first = k[:, :, : self.sinks]
+            sinks = jnp.arange(first.shape[2], dtype=jnp.int32)[None]
+            sinks = jnp.broadcast_to(sinks, (k.shape[0], first.shape[2]))
+            first = unrotate(self.rope, first, sinks)
             first = rotate(self.rope, first, sinks + shift[:, None])
             k = jnp.concatenate([first.astype(k.dtype), k[:, :, self.sinks :]], 2)
         return k, self.v, self.positions

@@ -93,7 +93,12 @@ def observe(prompt: PromptKV, window: int) -> Observation:
 
     Returns:
         The observation of m = G * W queries per KV head.
+
+    Raises:
+        ValueError: for a window below 1.
     """
+    if window < 1:
+        raise ValueError(f"window={window} must be at least 1 token: it observes the others.")
     kv_heads, total = prompt.k.shape[1:3]
     window = min(window, total)
     q = group_queries(prompt.q, kv_heads, window)

@@ -149,7 +149,7 @@ def adaptive_mask(
 
     Source: AdaKV (arXiv 2407.11550), algorithms 1 and 2; FFY0/AdaKV snapkv_utils.py.
     Differs from the reference: the head budgets sum to the pool's budget exactly; each row has its
-    own; a head never loses its last token while the floor is positive and the budget is not zero.
+    own; a positive floor is at least one token a head (if the budget is).
     """
     batch, pools, heads, total = scores.shape
     free = real_columns(starts, total) & ~protected  # [B, T]
@@ -164,14 +164,12 @@ def adaptive_mask(
     place = places(rank_of.reshape(batch, pools, heads * total)).reshape(scores.shape)
     top = (place < (count * heads)[..., None, None]) & free[:, None, None]
     deserved = top.sum(-1).astype(jnp.float32)  # [B, P, Q]
-    share = deserved * (1 - floor) + floor * count[..., None].astype(jnp.float32)
-    # A head with a positive share keeps at least one token.
+    # With a floor every head gets a token, also where its even share would not hold one.
+    even = count[..., None].astype(jnp.float32)
+    floor = jnp.where((floor > 0) & (even > 0), jnp.maximum(floor, 1 / jnp.maximum(even, 1)), floor)
+    share = deserved * (1 - floor) + floor * even
     whole = jnp.floor(share + 1e-4)
     missing = count * heads - whole.sum(-1).astype(jnp.int32)
-    extra = places(share - whole) < missing[..., None]
-    caps = whole.astype(jnp.int32) + extra
-    poor = (caps == 0) & (share > 0)
-    richest = places(caps) == 0
-    caps = caps + poor - jnp.where(richest, poor.sum(-1, keepdims=True), 0)
+    caps = whole.astype(jnp.int32) + (places(share - whole) < missing[..., None])
     within = places(rank_of) < caps[..., None]
     return (within & free[:, None, None]) | (protected & real_columns(starts, total))[:, None, None]

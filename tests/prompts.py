@@ -18,12 +18,15 @@ SMALL = {"group": 16, "residual_length": 32}
 VARIANTS = {
     "anchorkv": {"lean": ("default", {}), "plain": ("paper_short", {})},
     "adakv": {"uniform": ("", {}), "pyramid": ("pyramid", {})},
+    "gear": {"plain": ("", {}), "kcvt": ("kcvt-gear", {"outliers": 0.1})},
     "h2o": {"step": ("", {}), "prompt": ("", {"when": "prompt", "normalize": True})},
+    "quantized_cache": {"append": ("", {}), "requantize": ("transformers", {})},
     "streaming_llm": {
         "prompt": ("", {}),
         "step": ("paper", {}),
         "moved": ("", {"positions": "cache"}),
     },
+    "turboquant": {"mse": ("", {}), "prod": ("paper", {})},
     "tova": {"step": ("", {}), "prompt": ("kvpress", {})},
 }
 

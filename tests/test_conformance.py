@@ -341,7 +341,8 @@ def test_law_10_degenerate_prompts_stay_finite_and_keep_the_recent(case, dtype):
             assert not np.isnan(np.asarray(leaf, np.float32)).any(), kind
         assert np.isfinite(np.asarray(out, np.float32)).all(), kind
         where = np.asarray(where)
-        if kind in ("zero", "constant"):
+        turned = hasattr(method, "rotation")  # a turned constant is as coarse as any other vector
+        if kind == "zero" or (kind == "constant" and not turned):
             value = 0.0 if kind == "zero" else 0.7
             old = (where[longest] >= 0) & (where[longest] < shape.row.num_tokens)
             old = np.asarray(v, np.float32)[longest][old]
@@ -360,12 +361,16 @@ def test_law_10_degenerate_prompts_stay_finite_and_keep_the_recent(case, dtype):
 def test_law_10_one_token(case):
     shape = Shape(16, 4, 2, (1, 1))
     method = prompts.base(case)
-    if hasattr(method, "exact"):
+    exact = hasattr(method, "exact")
+    if exact:
         method = method.exact()
+    else:
+        method = max(method.points(), key=lambda m: m.layer_bytes(shape.row))
     method = method.resolve(shape.row) if hasattr(method, "resolve") else method
     cache = compress(method, prompts.prompt(shape), prompts.info(shape))
     inputs, want = full_outputs(shape)
-    np.testing.assert_allclose(np.asarray(step(cache, *inputs)[0]), want, atol=1e-5, rtol=0)
+    tolerance = 1e-5 if exact else 0.02 * np.abs(want).max()
+    np.testing.assert_allclose(np.asarray(step(cache, *inputs)[0]), want, atol=tolerance, rtol=0)
 
 
 # Laws over whole models.

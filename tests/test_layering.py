@@ -14,7 +14,17 @@ PACKAGES = ("kvjax", "models", "experiments")
 # because the kernels' XLA specifications unpack its codes.
 LAYERS = (
     ("pytree", "typed", "types", "rope", "quant", "anchor_bytes", "pallas"),
-    ("attention", "storage", "scores", "select", "anchors", "gear_body", "eviction", "rolling"),
+    (
+        "attention",
+        "storage",
+        "scores",
+        "select",
+        "anchors",
+        "gear_body",
+        "eviction",
+        "rolling",
+        "ring",
+    ),
     ("methods", "registry"),
     ("decode", "turns", "accounting", "sharding", "metrics", "timing"),
     ("evaluation", "serving"),

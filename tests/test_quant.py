@@ -1,3 +1,5 @@
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -135,3 +137,98 @@ def test_bit_words_and_their_prefix():
     np.testing.assert_array_equal(quant.popcount_prefix(words).reshape(2, -1), before)
     full = quant.bit_words(jnp.ones((1, 64), bool))
     assert full.tolist() == [[2**32 - 1] * 2] and quant.popcount_prefix(full).tolist() == [[0, 32]]
+
+
+# Positive levels times sqrt(dim), and dim times the distortion, of the exact law.
+COORDINATES = {
+    (128, 1): ([0.7994444], 0.360889),
+    (128, 2): ([0.4524533, 1.5051930], 0.116000),
+    (128, 3): ([0.2444249, 0.7533302, 1.3365989, 2.1314708], 0.033966),
+    (128, 4): (
+        [0.1278732, 0.3863809, 0.6536189, 0.9370970, 1.2477705, 1.6043427, 2.0459254, 2.6888593],
+        0.009315,
+    ),
+    (64, 1): ([0.8010073], 0.358387),
+    (64, 2): ([0.4521190, 1.4999748], 0.114526),
+    (64, 3): ([0.2437534, 0.7506581, 1.3293429, 2.1113114], 0.033391),
+    (64, 4): (
+        [0.1273522, 0.3847183, 0.6504941, 0.9318940, 1.2394042, 1.5908491, 2.0233098, 2.6463705],
+        0.009132,
+    ),
+    (96, 2): ([0.4523427, 1.5034528], None),
+    (96, 3): ([0.2442013, 0.7524391, 1.3341742, 2.1247162], None),
+    (32, 2): ([0.4514279, 1.4895595], None),
+    (32, 3): ([0.2424048, 0.7453250, 1.3149955, 2.0719261], None),
+}
+
+
+def coordinate_distortion(levels, dim):
+    """dim times the mean square error for a coordinate of a unit vector, by its quantiles."""
+    u = (np.arange(100_000) + 0.5) / 100_000
+    x = np.sort(2 * stats.beta.ppf(u, (dim - 1) / 2, (dim - 1) / 2) - 1)
+    return dim * np.square(x - levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x)]).mean()
+
+
+@pytest.mark.parametrize("dim,bits", COORDINATES)
+def test_coordinate_levels_are_the_exact_laws(dim, bits):
+    levels = np.array(quant.coordinate_levels(bits, dim))
+    upper, error = COORDINATES[dim, bits]
+    np.testing.assert_allclose(levels[len(upper) :] * dim**0.5, upper, atol=1e-7)
+    np.testing.assert_allclose(levels, -levels[::-1], atol=1e-12)
+    got = coordinate_distortion(levels, dim)
+    assert error is None or got == pytest.approx(error, rel=2e-3)
+    assert got <= math.sqrt(3) * math.pi / 2 * 4.0**-bits  # TurboQuant, theorem 1
+    gauss = np.array(quant.lloyd_max(bits))
+    assert 1e-4 < np.abs(levels * dim**0.5 - gauss).max() < 0.15  # its limit, not the law itself
+
+
+@pytest.mark.parametrize("dim", [4, 16, 80, 256])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_coordinate_codes_of_every_width(bits, dim):
+    levels = np.array(quant.coordinate_levels(bits, dim))
+    assert len(levels) == 2**bits and (np.diff(levels, prepend=-1, append=1) > 0).all()
+    law = stats.beta((dim - 1) / 2, (dim - 1) / 2, loc=-1, scale=2)
+    edges = np.concatenate([[-1.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+    middle = 2 ** (bits - 1)
+    for cell in {middle, min(middle + 1, 2**bits - 1)}:  # a level is the mean of its cell
+        t = np.linspace(edges[cell], edges[cell + 1], 2001)
+        weight = law.pdf(t)
+        mean = np.trapezoid(weight * t, t) / np.trapezoid(weight, t)
+        assert levels[cell] == pytest.approx(mean, rel=1e-3 if bits == 1 else 1e-4)
+    x = np.random.default_rng(0).normal(size=3000).clip(-3, 3) / max(dim**0.5, 3)
+    x = np.append(x, [-1.0, 1.0, 0.0]).astype(np.float32)
+    codes = np.asarray(quant.coordinate_encode(jnp.asarray(x), bits, dim))
+    nearest = np.abs(x[:, None] - levels).min(-1)
+    np.testing.assert_allclose(np.abs(levels[codes] - x), nearest, atol=2e-7)
+    back = quant.coordinate_decode(jnp.arange(2**bits), bits, dim)
+    np.testing.assert_allclose(back, levels, atol=3e-7)
+
+
+def test_coordinate_levels_refuse_what_has_no_law():
+    with pytest.raises(ValueError, match="dim=2 must be at least 3"):
+        quant.coordinate_levels(2, 2)
+    with pytest.raises(ValueError, match="bits=9"):
+        quant.coordinate_levels(9, 64)
+
+
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256])
+def test_haar_rotation_is_orthonormal_and_not_hadamard(size):
+    matrix = np.asarray(quant.rotation(size, 3, "haar"), np.float64)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=2e-6)
+    flat = np.abs(np.asarray(quant.rotation(size, 3))) * size**0.5
+    assert np.allclose(flat, 1, atol=1e-5) == (size & (size - 1) == 0)  # all entries +-1/sqrt(H)
+    assert not np.allclose(np.abs(matrix) * size**0.5, 1, atol=0.1)
+    if size & (size - 1):
+        np.testing.assert_array_equal(matrix, quant.rotation(size, 3))
+    with pytest.raises(ValueError, match="rotation='qr' must be 'hadamard' or 'haar'"):
+        quant.rotation(size, 3, "qr")
+
+
+def test_a_sketch_is_unbiased_over_its_matrix():
+    r, q = np.random.default_rng(1).normal(size=(2, 16))
+    got = []
+    for seed in range(400):
+        s = np.asarray(quant.sketch(16, seed), np.float64)
+        got.append(np.sqrt(np.pi / 2) / 16 * np.linalg.norm(r) * np.sign(s @ r) @ (s @ q))
+    error = np.std(got) / np.sqrt(len(got))
+    assert abs(np.mean(got) - r @ q) < 3 * error and error < 0.05 * np.linalg.norm(q) ** 2

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax import metrics
+from kvjax import decode, metrics
 from kvjax.attention import dense_partial, finish, merge, visible
 from kvjax.rope import rotate
 from kvjax.storage import Dense
@@ -92,6 +92,25 @@ def force(
     logits = model.head(model.config, params, x)
     where = jnp.take_along_axis(positions, probe, 1)
     return Forced(logits, tuple(queries), tuple(outputs), where)
+
+
+def packed(
+    model: Model, params: Any, caches: Sequence[Any], tokens: Array, positions: Array
+) -> Array:
+    """Run a continuation through the caches themselves, for those that change as they decode.
+
+    Args:
+        model: the decoder.
+        params: its weights.
+        caches: a cache a layer, right after compress; donated.
+        tokens: i32[B, T], right-padded.
+        positions: i32[B, T], -1 for pads.
+
+    Returns:
+        logits f32[B, T, V], after each token.
+    """
+    hidden, _ = decode.extend(model, params, tuple(caches), tokens, positions)
+    return decode.head(model, params, hidden)
 
 
 @jax.jit

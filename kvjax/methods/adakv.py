@@ -48,8 +48,8 @@ class AdaKV:
 
     @property
     def smallest(self) -> int:
-        """Tokens: the window and one for each head."""
-        return self.window + 1
+        """Tokens: the window."""
+        return self.window
 
     def resolve(self, shape: PromptShape) -> Self:
         """Note the longest prompt: no layer of a pyramid keeps more."""
@@ -78,7 +78,7 @@ class AdaKV:
     def fit(self, target_bytes: float, shape: PromptShape) -> Self:
         """The largest budget within `target_bytes` a row and layer."""
         tokens = min(kept_tokens(target_bytes - 4 * shape.kv_heads, shape), shape.num_tokens)
-        return dataclasses.replace(self, budget=max(tokens, self.smallest))
+        return self.with_budget(max(tokens, self.smallest))
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> BodyTail:
         """Keep each head's share.

@@ -31,6 +31,11 @@ class Composed:
         """Tokens kept per KV head."""
         return self.evictor.budget
 
+    @property
+    def smallest(self) -> int:
+        """The evictor's."""
+        return self.evictor.smallest
+
     def resolve(self, shape: PromptShape) -> Self:
         """Fix the static sizes of both."""
         both = []
@@ -55,15 +60,15 @@ class Composed:
     def fit(self, target_bytes: float, shape: PromptShape) -> Self:
         """The largest budget of the evictor within `target_bytes`, the quantizer as it is."""
         # Not a bisection: a quantizer that codes whole blocks gets cheaper where one fills up.
-        smallest = min(self.evictor.smallest, shape.num_tokens)
+        smallest = min(self.smallest, shape.num_tokens)
         for tokens in range(shape.num_tokens, smallest, -1):
             if self.quantizer.layer_bytes(shape._replace(num_tokens=tokens)) <= target_bytes:
                 return self.with_budget(tokens)
-        return self.with_budget(self.evictor.smallest)
+        return self.with_budget(self.smallest)
 
     def with_budget(self, tokens: int) -> Self:
         """The same with another budget of the evictor."""
-        return dataclasses.replace(self, evictor=dataclasses.replace(self.evictor, budget=tokens))
+        return dataclasses.replace(self, evictor=self.evictor.with_budget(tokens))
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> Any:
         """Select, then quantize what is left of the prompt."""
@@ -89,6 +94,11 @@ def compose(evictor: Any, quantizer: Any) -> Composed:
         raise ValueError(f"{evictor.name} selects no columns that are the same for all KV heads.")
     if not hasattr(quantizer, "full_layers"):
         raise ValueError(f"{quantizer.name} is no quantizer of the tokens that are left.")
+    if getattr(evictor, "positions", "absolute") != "absolute":
+        raise ValueError(
+            f"{evictor.name} with positions={evictor.positions!r} moves keys that a quantizer takes"
+            " where they stand: it must be positions='absolute'."
+        )
     if getattr(evictor, "when", "prompt") != "prompt":
         evictor = dataclasses.replace(evictor, when="prompt")
     return Composed(evictor, quantizer, name=f"{evictor.name}+{quantizer.name}")

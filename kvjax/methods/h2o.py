@@ -58,11 +58,11 @@ class H2O:
         """Turn a share of the prompt into tokens."""
         if self.share is None:
             return self
-        return dataclasses.replace(self, share=None, budget=tokens_of(self.share, shape.num_tokens))
+        return self.with_budget(tokens_of(self.share, shape.num_tokens))
 
-    def exact(self) -> Self:
-        """A budget that no prompt exceeds."""
-        return dataclasses.replace(self, share=None, budget=2**31 - 1)
+    def with_budget(self, tokens: int) -> Self:
+        """The same with a budget in tokens, in place of a share."""
+        return dataclasses.replace(self, share=None, budget=tokens)
 
     def _scored(self, tokens: int, shape: PromptShape) -> int:
         if self.when == "prompt":
@@ -78,7 +78,7 @@ class H2O:
         """The largest budget within `target_bytes` a row and layer."""
         none, one = self._scored(0, shape), self._scored(1, shape)
         tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
-        return dataclasses.replace(self, share=None, budget=max(tokens, self.smallest))
+        return self.with_budget(max(tokens, self.smallest))
 
     def score(self, prompt: PromptKV, info: LayerInfo) -> Array:
         """Accumulated attention f32[B, K, T]."""
@@ -88,8 +88,12 @@ class H2O:
     def _recent(self) -> int:
         return self.budget // 2 if self.recent is None else self.recent
 
-    def _select(self, prompt: PromptKV, sums: Array) -> tuple[Array, Array]:
+    def _check(self) -> None:
+        if self.share is not None:
+            raise ValueError(f"share={self.share} must be made a budget first: resolve(shape).")
         check_budget(self)
+
+    def _select(self, prompt: PromptKV, sums: Array) -> tuple[Array, Array]:
         total = prompt.k.shape[2]
         if self.normalize:
             sums = sums / jnp.arange(total, 0, -1, dtype=jnp.float32)[None, None]
@@ -100,8 +104,9 @@ class H2O:
         """Columns i32[B, K, C] and lengths i32[B, K] that are kept.
 
         Raises:
-            ValueError: if the budget does not exceed the recent tokens.
+            ValueError: if the budget does not exceed the recent tokens, or is still a share.
         """
+        self._check()
         return self._select(prompt, self.score(prompt, info))
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> Any:
@@ -112,6 +117,7 @@ class H2O:
         """
         if self.when not in ("step", "prompt"):
             raise ValueError(f"when={self.when!r} must be 'step' or 'prompt'.")
+        self._check()
         sums = self.score(prompt, info)
         columns, lengths = self._select(prompt, sums)
         if self.when == "prompt":

@@ -10,11 +10,13 @@ from jax import Array
 
 from kvjax import quant
 from kvjax.attention import Partial, dense_partial, finish, merge, visible
+from kvjax.methods.full import full_at
 from kvjax.pallas.quant_decode.api import quant_decode
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.registry import register
+from kvjax.ring import ring_tokens, take
 from kvjax.rope import Rope, rotate
-from kvjax.storage import left_align, write_rows
+from kvjax.storage import left_align, shift, write_rows
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
 _GROUPS = {"valid": "k_folded", "spans": "capacity"}
@@ -22,12 +24,13 @@ _GROUPS = {"valid": "k_folded", "spans": "capacity"}
 
 @pytree
 class KIVICache:
-    """Codes for the old tokens, exact rings for the recent ones; token index = position.
+    """Codes for the old tokens, exact rings for the recent ones; slot = token index.
 
     Invariants, a row at a time: tokens [0, k_folded) of the keys and [0, v_folded) of the values
     are read from codes, the rest from the rings, whose slot is the token index modulo 2R. k_folded
     is a multiple of R. Values are coded when they arrive and read exactly for R tokens more; keys
-    are coded R tokens at a time by `flush`.
+    are coded R tokens at a time by `flush`. A token's position is its index plus `shift`, which is
+    0 unless the prompt had lost tokens.
     """
 
     k_codes: Array = array("batch", "kv_head", "slot", "byte", valid="k_folded")
@@ -41,11 +44,13 @@ class KIVICache:
     lengths: Array = array("batch", role=METADATA)  # i32[B], tokens
     k_folded: Array = array("batch", role=METADATA)  # i32[B]
     v_folded: Array = array("batch", role=METADATA)  # i32[B]
+    shift: Array = array("batch", role=METADATA)  # i32[B], position minus token index
     k_bits: int = static()
     v_bits: int = static()
     group: int = static()  # tokens (keys) or channels (values) that share a scale
     rope: Rope = static()
     impl: str = static("auto")
+    evicts = False
 
     @property
     def capacity(self) -> int:
@@ -90,6 +95,8 @@ class KIVICache:
         steps, ring = k.shape[2], 2 * self.residual
         if steps > self.residual:
             raise ValueError(f"{steps} tokens at once exceed residual_length={self.residual}.")
+        if steps > 1:  # the ring may be as full as single tokens leave it
+            self = self.flush()
         dtype, real = q.dtype, positions >= 0
         q, k = rotate(self.rope, q, positions), rotate(self.rope, k, positions)
         index = self.lengths[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
@@ -118,32 +125,25 @@ class KIVICache:
                 both, k_bits=self.k_bits, v_bits=self.v_bits, impl=self.impl,
             )
         )  # fmt: skip
-        index = self._ring_index()  # [B, 2R]
+        index = ring_tokens(self.lengths, 2 * self.residual)  # [B, 2R]
         k = jnp.where(_rows(index < self.k_folded[:, None]), self._keys(index), self.k_ring)
         v = jnp.where(_rows(index < self.v_folded[:, None]), self._values(index), self.v_ring)
-        recent = jnp.where(index >= both[:, None], index, -1)
+        recent = jnp.where(index >= both[:, None], index + self.shift[:, None], -1)
         return merge(old, dense_partial(q, k, v, visible(positions, recent)))
-
-    def _ring_index(self) -> Array:
-        """i32[B, 2R], the token in each ring slot, -1 = none."""
-        slot, ring = jnp.arange(2 * self.residual, dtype=jnp.int32)[None], 2 * self.residual
-        last = self.lengths[:, None] - 1
-        index = last - (last - slot) % ring
-        return jnp.where((index >= 0) & (last >= 0), index, -1)
 
     def _keys(self, index: Array) -> Array:
         """Keys of tokens i32[B, M] from their codes: [B, K, M, H]."""
         index = jnp.clip(index, 0, self.k_codes.shape[2] - 1)
-        codes = quant.unpack(_take(self.k_codes, index), self.k_bits, self.k_ring.shape[-1])
-        scale, zero = (_take(x, index // self.group) for x in (self.k_scale, self.k_zero))
+        codes = quant.unpack(take(self.k_codes, index), self.k_bits, self.k_ring.shape[-1])
+        scale, zero = (take(x, index // self.group) for x in (self.k_scale, self.k_zero))
         value = codes.astype(jnp.float32) * scale.astype(jnp.float32) + zero.astype(jnp.float32)
         return value.astype(self.k_ring.dtype)
 
     def _values(self, index: Array) -> Array:
         """Values of tokens i32[B, M] from their codes: [B, K, M, H]."""
         index = jnp.clip(index, 0, self.v_codes.shape[2] - 1)
-        codes = quant.unpack(_take(self.v_codes, index), self.v_bits, self.v_ring.shape[-1])
-        scale, zero = (_take(x, index) for x in (self.v_scale, self.v_zero))
+        codes = quant.unpack(take(self.v_codes, index), self.v_bits, self.v_ring.shape[-1])
+        scale, zero = (take(x, index) for x in (self.v_scale, self.v_zero))
         return quant.group_dequantize(codes, scale, zero, axis=3).astype(self.v_ring.dtype)
 
     def flush(self) -> Self:
@@ -176,9 +176,9 @@ class KIVICache:
         index = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
         ring = index % (2 * self.residual)
         old_k, old_v = (_rows(index < n[:, None]) for n in (self.k_folded, self.v_folded))
-        k = jnp.where(old_k, self._keys(index), _take(self.k_ring, ring))
-        v = jnp.where(old_v, self._values(index), _take(self.v_ring, ring))
-        positions = jnp.where(index < self.lengths[:, None], index, -1)
+        k = jnp.where(old_k, self._keys(index), take(self.k_ring, ring))
+        v = jnp.where(old_v, self._values(index), take(self.v_ring, ring))
+        positions = jnp.where(index < self.lengths[:, None], index + self.shift[:, None], -1)
         return k, v, jnp.broadcast_to(positions[:, None], (batch, heads, capacity))
 
 
@@ -187,12 +187,13 @@ def _rows(mask: Array) -> Array:
     return mask[:, None, :, None]
 
 
-def _take(x: Array, index: Array) -> Array:
-    """Slots i32[B, M] of [B, K, S, ...]: [B, K, M, ...]."""
-    return jax.vmap(lambda row, at: row[:, at])(x, index)
-
-
-@register("kivi")
+@register(
+    "kivi",
+    presets={
+        "paper": {"k_bits": 2, "v_bits": 2, "group": 32, "residual_length": 128},
+        "rethink": {"k_bits": 4, "v_bits": 4, "group": 32, "residual_length": 128},
+    },
+)
 @pytree
 class KIVI:
     """Keys by groups of consecutive tokens of a channel, values by channels of a token.
@@ -211,6 +212,7 @@ class KIVI:
     v_bits: int = static(2)
     group: int = static(32)  # tokens (keys) or channels (values)
     residual_length: int = static(128)  # R, tokens
+    full_layers: tuple[int, ...] = static(())  # kept in full precision, -1 = the last
     impl: str = static("auto")
 
     @property
@@ -219,8 +221,8 @@ class KIVI:
         return self.residual_length
 
     def for_layer(self, layer: int, num_layers: int) -> Self:
-        """The same in every layer."""
-        return self
+        """The same in every layer that `full_layers` does not list."""
+        return full_at(self, layer, num_layers)
 
     def layer_bytes(self, shape: PromptShape) -> int:
         """Live bytes of one row and layer right after the prompt, tail excluded."""
@@ -229,11 +231,15 @@ class KIVI:
         keys = folded * quant.packed_size(dim, self.k_bits) + folded // self.group * 4 * dim
         values = old * (quant.packed_size(dim, self.v_bits) + 4 * dim // self.group)
         exact = (2 * n - folded - old) * dim * shape.itemsize
-        return shape.kv_heads * (keys + values + exact) + 12
+        return shape.kv_heads * (keys + values + exact) + 16
 
     def points(self) -> list[Self]:
-        """The settings that trade bytes for quality, most bytes first (group and R as set)."""
-        return [dataclasses.replace(self, k_bits=b, v_bits=b) for b in (8, 4, 2)]
+        """The settings that trade bytes for quality, most bytes first (group and R as set).
+
+        Keys suffer more than values from few bits, so the mixed setting gives them more.
+        """
+        bits = ((8, 8), (4, 4), (4, 2), (2, 2))
+        return [dataclasses.replace(self, k_bits=k, v_bits=v) for k, v in bits]
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> KIVICache:
         """Code the old tokens, keep the recent ones.
@@ -261,7 +267,8 @@ class KIVI:
         return KIVICache(
             quant.pack(k_codes, self.k_bits), k_scale, k_zero,
             quant.pack(v_codes, self.v_bits), v_scale, v_zero,
-            _take(k, index), _take(v, index),
+            take(k, index), take(v, index),
             lengths, lengths - lengths % residual, jnp.maximum(lengths - residual, 0),
+            shift(prompt),
             k_bits=self.k_bits, v_bits=self.v_bits, group=group, rope=info.rope, impl=self.impl,
         )  # fmt: skip

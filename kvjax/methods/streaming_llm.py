@@ -65,7 +65,7 @@ class StreamingLLM:
         """The largest budget within `target_bytes` a row and layer."""
         none, one = self._stored(0, shape), self._stored(1, shape)
         tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
-        return dataclasses.replace(self, budget=max(tokens, self.smallest))
+        return self.with_budget(max(tokens, self.smallest))
 
     def select(self, prompt: PromptKV, info: LayerInfo) -> tuple[Array, Array]:
         """Columns i32[B, K, C] and lengths i32[B, K] that are kept.

@@ -1,6 +1,5 @@
 """TOVA: keep what the last query attends to."""
 
-import dataclasses
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ class TOVA:
         """The largest budget within `target_bytes` a row and layer."""
         none, one = self._stored(0, shape), self._stored(1, shape)
         tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
-        return dataclasses.replace(self, budget=max(tokens, 1))
+        return self.with_budget(max(tokens, self.smallest))
 
     def score(self, prompt: PromptKV, info: LayerInfo) -> Array:
         """The last query's attention, a mean over all heads: f32[B, K, T]."""

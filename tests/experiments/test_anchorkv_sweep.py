@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import anchorkv_sweep, arms
+from experiments import anchorkv_sweep, arms, equal_bytes
 from experiments.anchorkv_sweep import TINY, run
 from experiments.runner import Run, main
 from kvjax import accounting, decode, registry
@@ -104,22 +104,22 @@ def test_the_no_op_check_can_fail():
         assert method == registry.make("snapkv").exact()
         return None, None
 
-    real, anchorkv_sweep.continuation.force = anchorkv_sweep.continuation.force, lambda *_: Broken
+    real, equal_bytes.continuation.force = equal_bytes.continuation.force, lambda *_: Broken
     try:
         full = type("Full", (), {"logits": np.ones((1, 2, 3))})
         with pytest.raises(ValueError, match="no-op"):
-            anchorkv_sweep.check_no_op(views, (None, None), (None, None, None), full)
+            equal_bytes.check_no_op(views, (None, None), (None, None, None), full)
     finally:
-        anchorkv_sweep.continuation.force = real
+        equal_bytes.continuation.force = real
 
 
 def test_bytes_above_the_target_stop_the_run():
     method = accounting.solve(registry.make("snapkv"), SHAPE.full_bytes / 4, SHAPE)
     arm = arms.Arm("snapkv", 4.0, method, None)
     most = SHAPE.full_bytes / 4 * 2
-    anchorkv_sweep.check_bytes(arm, np.array([most]), SHAPE, layers=2)
+    equal_bytes.check_bytes(arm, np.array([most]), SHAPE, layers=2)
     with pytest.raises(ValueError, match="within the target"):
-        anchorkv_sweep.check_bytes(arm, np.array([most + 1]), SHAPE, layers=2)
+        equal_bytes.check_bytes(arm, np.array([most + 1]), SHAPE, layers=2)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,22 @@
 """KIVI against a token-by-token numpy simulation written from its reference's schedule."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import accounting, decode
+from kvjax import accounting, decode, registry
+from kvjax.attention import attend_dense
 from kvjax.methods.full import Full
 from kvjax.methods.kivi import KIVI
 from kvjax.rope import Rope
 from kvjax.types import LayerInfo, PromptKV, PromptShape
-from tests.prompts import compress, step
+from tests.prompts import compress, fast_jit, step
 
 R, GROUP, DIM, HEADS, KV_HEADS = 16, 8, 16, 4, 2
+view = fast_jit(lambda cache: cache.materialize())
 STILL = Rope((0.0,) * (DIM // 2))  # rotates by nothing: codes are compared to the bit
 
 
@@ -146,10 +150,79 @@ def test_a_prompt_below_the_residual_window_is_the_full_cache_to_the_bit():
     prompt = make_prompt(rows, lengths, R + 3)
     cache = compress(kivi(2, 2, GROUP, R), prompt, layer())
     full = compress(Full(), prompt, layer())
-    (k, v, where), (k2, v2, where2) = cache.materialize(), full.body.materialize()
+    (k, v, where), (k2, v2, where2) = view(cache), view(full.body)
     for row, n in enumerate(lengths):
         for a, b in ((k, k2), (v, v2), (where, where2)):
             np.testing.assert_array_equal(np.asarray(a)[row, :, :n], np.asarray(b)[row, :, :n])
+
+
+def test_every_residue_of_the_residual_window_is_coded_up_to_it_and_exact_after():
+    lengths = tuple(range(1, 2 * R + 2))
+    prompt = make_prompt(rows_of(lengths, 0), lengths, max(lengths) + 3)
+    cache, full = (compress(m, prompt, layer(1)) for m in (kivi(2, 2, GROUP, R), Full()))
+    got, want = view(cache), view(full.body)
+    for row, n in enumerate(lengths):
+        assert np.asarray(got[2])[row, 0].tolist()[:n] == list(range(n))
+        assert (np.asarray(got[2])[row, :, n:] == -1).all()
+        for side, old in ((0, n - n % R), (1, max(n - R, 0))):
+            a, b = np.asarray(got[side])[row], np.asarray(want[side])[row]
+            np.testing.assert_array_equal(a[:, old:n], b[:, old:n])
+            assert old == 0 or 1e-3 < np.abs(a[:, :old] - b[:, :old]).max() < 4
+
+
+def test_a_prompt_that_lost_tokens_keeps_index_and_position_apart():
+    lengths, lost, steps = (R + 5, 3 * R), np.array([7, 100]), 3 * R + 1
+    rows = rows_of(lengths, steps)
+    moved = np.asarray(lengths) + lost
+    prompt = make_prompt(rows, lengths, max(lengths))
+    prompt = dataclasses.replace(prompt, next_positions=jnp.asarray(moved, jnp.int32))
+    cache = compress(kivi(4, 4, GROUP, R), prompt, layer(steps + R))
+    for i in range(steps):
+        if decode.needs_flush(R, moved + i):
+            cache = decode.flush((cache,))[0]
+            assert (np.asarray(cache.k_recent) < R).all()
+        new = [
+            jnp.asarray(np.stack([r[x][:, n + i] for r, n in zip(rows, lengths, strict=True)]))
+            for x in "qkv"
+        ]
+        new = (x[:, :, None] for x in new)
+        _, cache = step(cache, *new, jnp.asarray((moved + i)[:, None], jnp.int32))
+    # R tokens at once, where the ring is fullest: causal among themselves by position
+    assert np.asarray(cache.k_recent).max() > R
+    q, k_new, v_new = (jnp.asarray(np.stack([r[x][:, :R] for r in rows])) for x in "qkv")
+    positions = jnp.asarray(moved[:, None] + steps + np.arange(R), jnp.int32)
+    out, cache = step(cache, q, k_new, v_new, positions)
+    k, v, where = view(cache)
+    want = attend_dense(q, k, v, positions, where)
+    np.testing.assert_allclose(np.asarray(out), np.asarray(want), atol=2e-5, rtol=0)
+    for row, n in enumerate(lengths):
+        total, folded = n + steps, int(cache.k_folded[row])
+        found = np.asarray(where)[row, 0].tolist()[: total + R]
+        assert found == [lost[row] + i for i in range(total + R)]
+        assert folded >= n and folded % R == 0
+        got = np.asarray(k)[row, :, :total]
+        np.testing.assert_array_equal(got[:, folded:], rows[row]["k"][:, folded:total])
+        error = np.abs(got[:, :folded] - rows[row]["k"][:, :folded])
+        assert 1e-3 < error.max() < np.abs(rows[row]["k"]).max() / 15
+
+
+def test_presets_points_and_layers_in_full_precision():
+    for name, bits in (("paper", 2), ("rethink", 4)):
+        method = registry.make(f"{name}:kivi")
+        found = (method.k_bits, method.v_bits, method.group, method.residual_length)
+        assert found == (bits, bits, 32, 128)
+    points = KIVI().points()
+    assert [(m.k_bits, m.v_bits) for m in points] == [(8, 8), (4, 4), (4, 2), (2, 2)]
+    sizes = [m.layer_bytes(PromptShape(1024, 2, 64)) for m in points]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    method = KIVI(full_layers=(0, -1))
+    layers = [method.for_layer(i, 4) for i in range(4)]
+    assert [type(m) for m in layers] == [Full, KIVI, KIVI, Full]
+    row = PromptShape(1024, 2, 64)
+    want = (2 * Full().layer_bytes(row) + 2 * method.layer_bytes(row)) / 4
+    assert accounting.layer_bytes(method, row, 4) == want
+    with pytest.raises(ValueError, match=r"full_layers=\(4,\)"):
+        KIVI(full_layers=(4,)).for_layer(0, 4)
 
 
 def test_keys_are_grouped_by_channel_and_values_by_token():
@@ -184,7 +257,7 @@ def test_bytes_are_the_formulas(bits, group):
     keys = coded * (DIM * bits[0] / 8 + 4 * DIM / group)
     values = old * (DIM * bits[1] / 8 + 4 * DIM / group)
     exact = 2 * DIM * (n % R + R)
-    want = KV_HEADS * (keys + values + exact) + 12  # three counters a row
+    want = KV_HEADS * (keys + values + exact) + 16  # four counters a row
     assert accounting.live_bytes(cache).stored.tolist() == [want]
     assert method.layer_bytes(PromptShape(n, KV_HEADS, DIM)) == want
 

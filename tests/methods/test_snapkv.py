@@ -91,7 +91,7 @@ def test_prompts_up_to_the_budget_are_kept_whole():
 
 def test_the_window_counts_inside_the_budget():
     prompt = prompts.prompt(Shape(16, 2, 1, (40,)))
-    with pytest.raises(ValueError, match="budget=7 must be at least 8 tokens per KV head .window=8"):
+    with pytest.raises(ValueError, match="budget=7 must be at least 8 tokens .*window=8"):
         SnapKV(budget=7, window=8).select(prompt, LAYER)
     for change in ({"kernel": 4}, {"pooling": "mean"}):
         with pytest.raises(ValueError, match="must be"):

@@ -11,8 +11,11 @@ def gather_pages(pages: Array, table: Array) -> Array:
 
     Entries of -1 give the tokens of some page: mask them.
     """
-    rows = pages[jnp.maximum(table, 0)].swapaxes(1, 2)  # [B, K, M, S, ...]
-    return rows.reshape(*rows.shape[:2], rows.shape[2] * rows.shape[3], *rows.shape[4:])
+    heads, slots = pages.shape[1:3]
+    head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+    at = jnp.maximum(table, 0)[:, None] * heads + head  # [B, K, M], runs of S rows in a row
+    rows = pages.reshape(-1, *pages.shape[2:])[at]
+    return rows.reshape(*at.shape[:2], at.shape[2] * slots, *pages.shape[3:])
 
 
 def paged_decode(

@@ -1,0 +1,1 @@
+"""Attention of new queries over rotated codebook codes."""

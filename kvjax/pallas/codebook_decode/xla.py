@@ -1,0 +1,134 @@
+"""The specification of codebook_decode."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax import quant
+from kvjax.pallas import partial
+
+
+def codebook_decode(
+    q: Array,
+    k_codes: Array,
+    k_scales: Array,
+    v_codes: Array,
+    v_scales: Array,
+    lengths: Array,
+    *,
+    keys: tuple[Any, ...],
+    values: tuple[Any, ...],
+) -> tuple[Array, Array, Array]:
+    """See `api.codebook_decode`."""
+    # The barrier keeps XLA from hoisting the decoding of the body out of a decode loop.
+    q, k_codes, v_codes = lax.optimization_barrier((q, k_codes, v_codes))
+    batch, heads, steps, features = q.shape
+    kv_heads, slots = k_codes.shape[1:3]
+    lead, rows = batch * kv_heads, heads // kv_heads * steps
+
+    def decode(q, body):
+        queries = q.astype(jnp.float32).reshape(lead, rows, features)
+        k_codes, v_codes = (x.reshape(lead, slots, -1) for x in body)
+        dim = sum(part.dim for part in keys)
+        return queries * dim**-0.5, _features(k_codes, keys), _features(v_codes, values)
+
+    queries, k, v = partial.decoded(decode, lengths, q, (k_codes, v_codes))
+    scales = _scales(k_scales.reshape(lead, slots, -1), keys)
+    scores, at = 0.0, 0
+    for x, order, scale in zip(k, _orders(keys), scales, strict=True):
+        own = queries[..., at + order].reshape(lead, rows, *x.shape[2:])
+        scores += jnp.einsum("bsxy,brxy->brs", x, own) * scale[:, None]
+        at += len(order)
+
+    scores = scores.reshape(batch, kv_heads, rows, slots)
+    seen = jnp.arange(slots)[None, None, None] < lengths[:, None, :, None]
+    p, m, l = partial.soften(scores, partial.expand(seen, heads, kv_heads))  # noqa: E741
+
+    # The scales of a value are its token's, so they go into p.
+    p, out = p.reshape(lead, rows, slots), []
+    scales = _scales(v_scales.reshape(lead, slots, -1), values)
+    for x, order, scale in zip(v, _orders(values), scales, strict=True):
+        product = jnp.einsum("brs,bsxy->brxy", p * scale[:, None], x)
+        out.append(product.reshape(lead, rows, -1)[..., np.argsort(order)])
+    o = jnp.concatenate(out, -1)
+    return partial.by_head(o.reshape(batch, kv_heads, rows, -1), m, l, steps)
+
+
+def _features(codes: Array, parts: tuple[Any, ...]) -> list[Array]:
+    """Levels and signs of every part: f32[lead, S, X, Y] each, in the order of `_orders`."""
+    out, at = [], 0
+    for part in parts:
+        own = _fields(codes[..., at : at + part.code_bytes], part.bits, part.dim)
+        at += part.code_bytes
+        if part.level_bits:
+            index = own & (2**part.level_bits - 1)
+            out.append(quant.coordinate_decode(index, part.level_bits, part.dim))
+        if part.signs:
+            out.append((own >> part.level_bits).astype(jnp.float32) * 2 - 1)
+    return out
+
+
+def _orders(parts: tuple[Any, ...]) -> list[np.ndarray]:
+    """The channel of its part that each entry of `_features` is: int[H] each."""
+    each = [(_field_order(p.bits, p.dim), (p.level_bits > 0) + p.signs) for p in parts]
+    return [order for order, times in each for _ in range(times)]
+
+
+def _scales(scales: Array, parts: tuple[Any, ...]) -> list[Array]:
+    """What each entry of `_features` is multiplied by: f32[lead, S] each."""
+    scales, out, at = scales.astype(jnp.float32), [], 0
+    for part in parts:
+        norm = scales[..., at]
+        if part.level_bits:
+            out.append(norm)
+        if part.signs:
+            out.append(norm * scales[..., at + 1] * part.sign_scale)
+        at += part.scales
+    return out
+
+
+def _fields(packed: Array, bits: int, size: int) -> Array:
+    """Unpack codes a word at a time: i32[..., X, Y], flat entry i is code `_field_order[i]`.
+
+    As `partial.fields`, for any width: a smaller plane's fields fall into the first plane's order,
+    byte by byte, as the planes' widths divide each other.
+    """
+    word, planes = _word(bits, size), quant.parts(bits)
+    if not word:
+        return quant.unpack(packed, bits, size)[..., None, :]
+    first, at, total = planes[0][0], 0, 0
+    byte, part = np.ix_(range(word), range(8 // first))
+    for width, low in planes:
+        count, repeat = size * width // 8, first // width
+        words = packed[..., at : at + count]
+        if word > 1:
+            words = words.reshape(*packed.shape[:-1], count // word, word)
+            words = lax.bitcast_convert_type(words, {2: jnp.uint16, 4: jnp.uint32}[word])
+        at += count
+        shift = 8 * byte[..., None] + width * (repeat * part[..., None] + np.arange(repeat))
+        shift = shift.reshape((1,) * (packed.ndim - 1) + (-1, repeat, 1))
+        field = (words[..., None, None, :] >> jnp.asarray(shift, words.dtype)) & (2**width - 1)
+        field = field.reshape(*packed.shape[:-1], shift.shape[-3], -1)
+        total |= field.astype(jnp.int32) << low
+    return total
+
+
+def _field_order(bits: int, size: int) -> np.ndarray:
+    """The code that each entry of `_fields` holds: int[size]."""
+    word = _word(bits, size)
+    if not word:
+        return np.arange(size)
+    first = quant.parts(bits)[0][0]
+    count = size * first // 8
+    byte, part, index = np.ix_(range(word), range(8 // first), range(count // word))
+    return (part * count + word * index + byte).reshape(-1)
+
+
+def _word(bits: int, size: int) -> int:
+    """Bytes of the widest word that divides every plane, 0 where a plane is not whole bytes."""
+    if any(size * width % 8 for width, _ in quant.parts(bits)):
+        return 0
+    counts = [size * width // 8 for width, _ in quant.parts(bits)]
+    return next(word for word in (4, 2, 1) if not any(count % word for count in counts))
