@@ -31,9 +31,9 @@ from models import hub
 
 GROUPS = {
     "all": (
-        "anchorkv", "paper_short:anchorkv", "snapkv", "pyramidkv", "adakv", "pyramid:adakv", "h2o",
-        "h2o(when='prompt')", "tova", "tova(when='prompt')", "streaming_llm",
-        "streaming_llm(when='step', positions='cache')", "expected_attention", "keydiff", "knorm",
+        "anchorkv", "pooled:anchorkv", "paper_short:anchorkv", "snapkv", "pyramidkv", "adakv",
+        "pyramid:adakv", "h2o", "h2o(when='prompt')", "tova", "tova(when='prompt')",
+        "streaming_llm", "streaming_llm(when='step', positions='cache')", "expected_attention", "keydiff", "knorm",
         "random", "snapkv+kivi", "kivi", "quantized_cache", "symmetric", "gear",
         "gear(outliers=0.0)", "turboquant",
     ),
@@ -41,8 +41,8 @@ GROUPS = {
         "anchorkv", "paper_short:anchorkv", "anchorkv(attention_floor=0.0)",
         "anchorkv(attention_floor=0.1)", "anchorkv(centered=False)", "anchorkv(scale='absmax')",
         "anchorkv(gamma_bits=8)", "anchorkv(exact_window=True)", "anchorkv(bits=(2,))",
-        "anchorkv(attention_share=1.0)", "anchorkv(key_share=None)",
-        "anchorkv(anchor_choice='coverage')",
+        "anchorkv(attention_share=1.0)", "anchorkv(key_share=None)", "anchorkv(wide_share=None)",
+        "anchorkv(anchor_choice='coverage')", "anchorkv(anchors_per_token=2)", "pooled:anchorkv",
     ),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax import quant
+from kvjax.anchor_bytes import DISTORTION
 from kvjax.attention import Partial, dense_partial, merge, visible
 from kvjax.pallas.anchor_decode import xla
 from kvjax.pallas.anchor_decode.api import Coded, Residuals, Widths, anchor_decode
@@ -26,9 +27,11 @@ class AnchorBody:
     """The compressed prompt of one layer.
 
     Invariants: C is a multiple of 32, at least the longest row less the window. Anchors come first,
-    the W window tokens last (inside `anchors` when `window` is None). `words`,
-    `prefix`, `codes` and `scales` hold one array a residual width; slots are in the order (side,
-    KV head, token), those past the row's count are zero.
+    the W window tokens last (inside `anchors` when `window` is None). A token has J anchors, one a
+    turn. `words`, `prefix`, `codes` and `scales` hold one array a residual width; slots are in the
+    order (side, KV head, token), those past the row's count are zero. In stages, `words` and
+    `prefix` hold one array a stage, and all stages share one array of codes, the first stage's
+    slots before the second's.
     """
 
     anchors: Array = array("batch", "side", "kv_head", "slot", "head_dim", valid="num_anchors")
@@ -36,9 +39,9 @@ class AnchorBody:
     window: Array | None = array("batch", "side", "kv_head", "slot", "head_dim", valid="num_window")
     mean: Array | None = array("batch", "side", "kv_head", "head_dim")  # of all tokens
     positions: Array | None = array("batch", "kv_head", "slot", valid="num_anchors")  # i32
-    index: Array = array("batch", "side", "kv_head", "slot", **_TOKENS)
-    gamma: Array = array("batch", "side", "kv_head", "slot", **_TOKENS)
-    gamma_range: Array | None = array("batch", "side", "kv_head", "range")
+    index: Array = array("batch", "side", "kv_head", "turn", "slot", **_TOKENS)
+    gamma: Array = array("batch", "side", "kv_head", "turn", "slot", **_TOKENS)
+    gamma_range: Array | None = array("batch", "side", "kv_head", "turn", "range")
     words: tuple[Array, ...] = array("batch", "side", "kv_head", "slot", **_TOKENS)
     prefix: tuple[Array, ...] = array("batch", "side", "kv_head", "slot", **_TOKENS)
     codes: tuple[Array, ...] = array("batch", "slot", "byte", valid="num_residuals")
@@ -69,16 +72,21 @@ class AnchorBody:
 
     @property
     def num_residuals(self) -> tuple[Array, ...]:
-        """i32[B] a width: residuals stored."""
+        """i32[B] a width (of all stages together): residuals stored."""
+        last = zip(self.words, self.prefix, strict=True)
+        if self.widths.staged:
+            last = [(self.words[-1], self.prefix[-1])]
         return tuple(
             prefix[:, -1, -1, -1].astype(jnp.int32)
             + lax.population_count(words[:, -1, -1, -1]).astype(jnp.int32)
-            for words, prefix in zip(self.words, self.prefix, strict=True)
+            for words, prefix in last
         )
 
     def coded(self) -> Coded:
         """The arrays that `anchor_decode` reads."""
-        residuals = zip(self.words, self.prefix, self.codes, self.scales, strict=True)
+        stages = len(self.words) if self.widths.staged else 1
+        codes, scales = self.codes * stages, self.scales * stages
+        residuals = zip(self.words, self.prefix, codes, scales, strict=True)
         return Coded(
             self.anchors,
             self.anchor_scales,
@@ -132,8 +140,12 @@ class AnchorBody:
 
 def rebuild(coded: Coded, widths: Widths) -> Array:
     """mean + gamma_t a_t of every coded token and side: f32[B, 2, K, C, H], keys before RoPE."""
-    near = jnp.take_along_axis(xla.dense_anchors(coded), xla.indices(coded, widths)[..., None], 3)
-    near = near * xla.gammas(coded, widths)[..., None]
+    index, gamma = xla.indices(coded, widths), xla.gammas(coded, widths)
+    dense = xla.dense_anchors(coded)
+    near = sum(
+        jnp.take_along_axis(dense, index[:, :, :, turn, :, None], 3) * gamma[:, :, :, turn, :, None]
+        for turn in range(index.shape[3])
+    )
     return near if coded.mean is None else near + coded.mean.astype(jnp.float32)[:, :, :, None]
 
 
@@ -209,34 +221,102 @@ def utility(
 
 
 def choose(utilities: Array, counts: list[Array], capacities: list[tuple[int, int]]) -> list[Array]:
-    """The tokens of each side that get a residual of each width, widest first by utility.
+    """The tokens that get a residual of each width, widest first by utility.
 
     Args:
-        utilities: f32[B, 2, K, C], negative where a token does not compete.
-        counts: i32[B, 2] a width, widest first: residuals of each side, pooled over KV heads.
+        utilities: f32[B, 2, ...], sides first, negative where a token does not compete.
+        counts: i32[B, P] a width, widest first: residuals of each pool, over all KV heads. P = 2
+            is a pool a side, P = 1 one for both.
         capacities: the largest of each count, static.
 
     Returns:
-        A mask bool [B, 2, K, C] a width.
+        A mask bool [B, 2, ...] a width.
     """
-    batch, _, heads, tokens = utilities.shape
-    flat = utilities.reshape(batch, 2, heads * tokens)
-    masks = [[], []]
-    for side in (KEYS, VALUES):
-        most = min(sum(c[side] for c in capacities), heads * tokens)
+    batch, pools = utilities.shape[0], counts[0].shape[1] if counts else 1
+    flat = utilities.reshape(batch, pools, -1)
+    masks = [[] for _ in range(pools)]
+    for side in range(pools):
+        most = min(sum(c[side] for c in capacities), flat.shape[-1])
         _, order = lax.top_k(flat[:, side], most)
         rank, start = jnp.arange(most, dtype=jnp.int32)[None], jnp.zeros((batch, 1), jnp.int32)
         for count in counts:
             end = start + count[:, side, None]
             chosen = (rank >= start) & (rank < end)
-            empty = jnp.zeros((batch, heads * tokens), bool)
+            empty = jnp.zeros((batch, flat.shape[-1]), bool)
             masks[side].append(
                 jax.vmap(lambda row, at, on: row.at[at].set(on))(empty, order, chosen)
             )
             start = end
-    return [
-        jnp.stack([a, b], 1).reshape(batch, 2, heads, tokens) for a, b in zip(*masks, strict=True)
-    ]
+    return [jnp.stack(pair, 1).reshape(utilities.shape) for pair in zip(*masks, strict=True)]
+
+
+def choose_stages(utilities: Array, count: Array, capacity: tuple[int, ...], bits: int) -> Array:
+    """The tokens that get a first code of their residual, and those that get a second.
+
+    A code of `bits` leaves a known share of the squared error, so that a first one is worth
+    u (1 - share) and a second u share (1 - share), at the same bytes: the most worthy win.
+
+    Args:
+        utilities: f32[B, 2, K, C], negative where a token does not compete.
+        count: i32[B, P], codes of each pool (see `choose`).
+        capacity: the largest of each, static.
+        bits: of one code.
+
+    Returns:
+        Masks bool [B, 2 stages, 2, K, C]; who has a second code has a first.
+    """
+    share = DISTORTION[bits - 1]
+    worth = jnp.stack([utilities * (1 - share), utilities * share * (1 - share)], 2)
+    return choose(worth, [count], [capacity])[0].swapaxes(1, 2)
+
+
+def cover(
+    x: Array, chosen: Array, starts: Array, window: int, size: int, first: Array | int
+) -> Array:
+    """Add the tokens that are farthest from every anchor so far, one after the other.
+
+    The distance of a token is 1 - cos^2 to its nearest anchor, added over keys and values.
+
+    Args:
+        x: f32[B, 2, K, T, H], right-aligned keys before RoPE and values; the last `window` columns
+            are anchors already.
+        chosen: bool [B, K, T - window], the anchors before them so far, at most `size`.
+        starts: i32[B], first real column.
+        window: W, tokens.
+        size: anchors a KV head beside the window when done.
+        first: number of them that `chosen` holds.
+
+    Returns:
+        `chosen` with `size` anchors, fewer where there are no more tokens.
+    """
+    before = x.shape[3] - window
+    real = jnp.arange(before, dtype=jnp.int32)[None] >= jnp.minimum(starts, before)[:, None]
+    held = jnp.arange(before, x.shape[3])[None] >= starts[:, None]
+    norm = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
+    unit = jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1.0), 0.0)
+    far, near = unit[:, :, :, :before], unit[:, :, :, before:]
+    batch, _, heads, _, dim = far.shape
+    flat = far.reshape(-1, before, dim)
+
+    def nearest(rows):  # f32[B, 2, K, A, H] -> [B, 2, K, T - W], largest cos^2
+        dots = jnp.einsum("bth,bah->bta", flat, rows.reshape(-1, *rows.shape[3:]))
+        return jnp.square(dots).max(-1).reshape(batch, 2, heads, before)
+
+    _, columns = lax.top_k(chosen.astype(jnp.float32), size)
+    on = jnp.take_along_axis(chosen, columns, 2)[:, None, :, :, None]
+    rows = jnp.take_along_axis(far, columns[:, None, :, :, None], 3) * on
+    rows = jnp.concatenate([rows, near * held[:, None, None, :, None]], 3)
+
+    def add(_, carry):
+        chosen, most = carry
+        distance = (1 - most).sum(1)
+        distance = jnp.where(chosen | ~real[:, None], -jnp.inf, distance)
+        column = jnp.argmax(distance, -1).astype(jnp.int32)  # [B, K]
+        new = jnp.take_along_axis(far, column[:, None, :, None, None], 3)
+        hit = jnp.arange(before, dtype=jnp.int32)[None, None] == column[..., None]
+        return chosen | (hit & real[:, None]), jnp.maximum(most, nearest(new))
+
+    return lax.fori_loop(first, size, add, (chosen, nearest(rows)))[0]
 
 
 def slot_order(mask: Array, size: int) -> Array:
@@ -284,6 +364,13 @@ def encode(residuals: Array, bits: int, how: str, seed: int, small: bool) -> tup
     if small:
         return quant.pack(codes, bits), quant.scale_encode(scale)
     return quant.pack(codes, bits), jnp.minimum(scale, 65504.0).astype(jnp.float16)
+
+
+def decode(codes: Array, scale: Array, bits: int, dim: int, seed: int) -> Array:
+    """Undo `encode`: f32[..., H]."""
+    scale = xla.scale_values(scale)[..., None]
+    levels = quant.codebook_decode(quant.unpack(codes, bits, dim), bits)
+    return (levels * scale) @ quant.rotation(dim, seed).T
 
 
 def quantize_gamma(gamma: Array, coded: Array, bits: int) -> tuple[Array, Array, Array]:

@@ -125,6 +125,11 @@ def prefill(
     if tokens.shape[1] == 0 or lengths.min() < 1:
         raise ValueError(f"prompts of {lengths} tokens: each must hold at least 1 token.")
     resolved = method
+    if getattr(method, "spreads", False):
+        raise ValueError(
+            f"{type(method).__name__} spreads its budget over layers, which takes all of them:"
+            " compress after prefill."
+        )
     if method is not None:
         resolved = _resolve(method, lengths, model.num_kv_heads, model.head_dim, dtype)
     x = _embed(model, {k: v for k, v in params.items() if k != "layers"}, tokens)
@@ -163,6 +168,23 @@ def _resolve(method: Method, lengths: np.ndarray, heads: int, dim: int, dtype: A
     return method
 
 
+_statistics = jax.jit(lambda m, prompt, info: m.layer_statistics(prompt, info), static_argnums=2)
+
+
+def _spread(method: Method, prompts: Sequence[PromptKV], model: Model, lengths: np.ndarray) -> list:
+    """A method for every layer, from the statistics of those that are compressed."""
+    _, heads, _, dim = prompts[0].k.shape
+    shape = PromptShape(int(lengths.max()), heads, dim, prompts[0].k.dtype.itemsize)
+    resolved = _resolve(method, lengths, heads, dim, prompts[0].k.dtype)
+    layers = [i for i, window in enumerate(model.windows) if window is None]
+    info = LayerInfo(len(prompts), None, 1, model.rope)
+    found = [_statistics(resolved.for_layer(i, len(prompts)), prompts[i], info) for i in layers]
+    methods = [resolved] * len(prompts)
+    for i, own in zip(layers, method.allocate(found, shape), strict=True):
+        methods[i] = own
+    return methods
+
+
 def _compress_layer(method, prompt, model, index, reserve):
     window = model.windows[index]
     if window is not None:
@@ -192,10 +214,13 @@ def compress(
     """
     heads, total, dim = prompts[0].k.shape[1:]
     lengths = total - np.asarray(prompts[0].starts)
-    method = _resolve(method, lengths, heads, dim, prompts[0].k.dtype)
+    if getattr(method, "spreads", False):
+        methods = _spread(method, prompts, model, lengths)
+    else:
+        methods = [_resolve(method, lengths, heads, dim, prompts[0].k.dtype)] * len(prompts)
     return tuple(
-        _compress_layer(method, prompt, model, index, reserve)
-        for index, prompt in enumerate(prompts)
+        _compress_layer(own, prompt, model, index, reserve)
+        for index, (own, prompt) in enumerate(zip(methods, prompts, strict=True))
     )
 
 

@@ -136,7 +136,9 @@ class Method(Protocol):
         ...
 
     # resolve(shape) -> Self fixes static sizes that depend on the prompt, where there are any.
-    # select(prompt) -> (columns, lengths) is what an evictor keeps.
+    # select(prompt, info) -> (columns, lengths) is what an evictor keeps.
+    # One that spreads its budget over layers says `spreads` and has layer_statistics(prompt, info)
+    # -> array, and allocate(statistics of all layers, shape) -> a resolved method a layer.
     # A method whose bytes move continuously has fit(target_bytes, shape) -> Self, the largest
     # setting that stays within target_bytes; one with discrete settings has points() -> list[Self].
     # exact() -> Self is the setting at which it equals the full cache, where it has one.

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -5,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import decode
+from kvjax import accounting, decode, registry
 from kvjax.methods.anchorkv import AnchorKV
 from kvjax.methods.full import Full
 from kvjax.methods.kivi import KIVI
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.rope import rotate
+from kvjax.types import PromptShape
 from models import decoder
 from models.config import Config
 
@@ -213,3 +215,20 @@ def test_caches_say_themselves_when_they_fold():
         (Full(), None),
     ):
         assert decode.flush_interval(decode.compress(method, prompts, model, reserve=1)) == interval
+
+
+def test_a_budget_spread_over_layers_stays_within_its_total():
+    config = dataclasses.replace(CONFIG, num_layers=4, windows=(None, None, 9, None))
+    model, params = decoder.model(config), decoder.init(config, jax.random.key(3))
+    rows = [list(range(1, 61)) * 2, list(range(3, 50)) * 2]
+    filled = decode.prefill(model, params, *decode.left_pad(rows), dtype=jnp.float32)
+    method = registry.make("pooled:anchorkv", theta=0.3, window=8, extra_anchors=8)
+    caches = decode.compress(method, filled.prompts, model, reserve=4)
+    full = PromptShape(120, model.num_kv_heads, model.head_dim).full_bytes
+    each = [int(accounting.live_bytes(cache).stored[0]) for cache in caches]
+    assert each[2] > full  # the layer with a window stays full, in float32
+    del each[2]
+    assert 0.25 * 3 * full < sum(each) <= 0.3 * 3 * full
+    assert len(set(each)) > 1  # layers do differ
+    with pytest.raises(ValueError, match="compress after prefill"):
+        decode.prefill(model, params, *decode.left_pad(rows), method=method)

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax import anchors, quant, scores, select
+from kvjax import anchor_bytes, anchors, quant, scores, select
+from kvjax.anchor_bytes import Layout
 from kvjax.anchors import AnchorBody
 from kvjax.pallas.anchor_assign.api import anchor_assign
 from kvjax.pallas.anchor_decode.api import Widths
@@ -32,7 +34,32 @@ PRESETS = {
     },
     # What measures best: a floor of attention, lean storage, centred tokens, two residual widths.
     "default": {},
+    # The same with unequal layers, by the batch's own utilities.
+    "pooled": {"layer_budget": "pooled"},
 }  # fmt: skip
+
+ALLOWED = {
+    "storage": ("plain", "lean"),
+    "anchor_choice": ("attention", "coverage"),
+    "anchors_per_token": (1, 2),
+    "layer_budget": ("equal", "pooled"),
+}
+
+
+class _Coding(NamedTuple):
+    """A layer between the choice of anchors and that of residuals."""
+
+    stored: dict[str, Any]  # anchor arrays of `AnchorBody`
+    mean: Array | None
+    positions: Array  # i32[B, K, A]
+    index: Array  # i32[B, 2, K, J, C]
+    gamma: Array  # as stored, [B, 2, K, J, C]
+    gamma_range: Array | None  # f16[B, 2, K, J, 2]
+    x: Array  # [B, 2, K, C, H], the tokens
+    chosen: Array  # f32[B, 2, K, C, H], what anchors and coefficients make of them
+    useful: Array  # f32[B, 2, K, C], -1 where no residual is wanted
+    seen: scores.Observation
+    lengths: Array  # i32[B]
 
 
 @register("anchorkv", presets=PRESETS)
@@ -52,6 +79,14 @@ class AnchorKV:
     and tokens are taken relative to it: keys share a large common part, which would otherwise
     decide every cosine.
 
+    Options, none of them the paper's: `key_share=None` lets keys and values compete for residuals
+    in one pool (both utilities are squared errors of the output). `wide_share=None` spends bytes by
+    marginal utility: residuals are coded in stages of the narrow width, a second stage refines the
+    first, and all stages of all tokens compete; slots of one size keep the bytes static.
+    `anchor_choice="coverage"` takes the anchors that attention leaves from the tokens that those so
+    far represent worst. `anchors_per_token=2` projects what the first anchor leaves on a second.
+    `layer_budget="pooled"` gives layers unequal theta (`allocate`).
+
     Source: arXiv 2608.02901, sections 3 and 4 (equations 1 to 9).
     Differs from the reference: key residuals are coded after RoPE (the same error, and a query
     meets the codes without rotating them back). The paper's settings are the preset `paper`; the
@@ -69,15 +104,23 @@ class AnchorKV:
     storage: str = static("lean")  # "lean" or "plain"
     scale: str = static("least_squares")  # of residuals: "absmax", "rms" or "least_squares"
     bits: tuple[int, ...] = static((2, 4, 8))  # residual widths, narrow first
-    wide_share: float = static(0.3)  # of the residual bytes, for the wider of two widths
-    key_share: float = static(0.5)  # of the residuals, for keys
+    wide_share: float | None = static(0.3)  # of the residual bytes, for the wider of two widths
+    key_share: float | None = static(0.5)  # of the residuals, for keys; None: one pool
     exact_window: bool = static(False)  # lean storage: window in the cache's dtype, not int8
+    anchor_choice: str = static("attention")  # the others: "attention" (at random) or "coverage"
+    anchors_per_token: int = static(1)  # 1 or 2
+    layer_budget: str = static("equal")  # "equal" theta in all layers, or "pooled": see `allocate`
     centered: bool = static(True)  # subtract each head's mean token before anchors and projection
     gamma_bits: int = static(4)  # lean storage
     prefix_bits: int | None = static(None)  # of the slot counts; None: 32, or 16 where lean fits
     rotation_seed: int = static(0)
     impl: str = static("auto")
     flush_every = None
+
+    @property
+    def spreads(self) -> bool:
+        """Whether `allocate` gives layers unequal budgets."""
+        return self.layer_budget == "pooled"
 
     def for_layer(self, layer: int, num_layers: int) -> Self:
         """Other random anchors in each layer, in the same compiled program."""
@@ -90,14 +133,18 @@ class AnchorKV:
             bits=(), theta=math.inf, window=self.window or 8,
         )  # fmt: skip
 
+    def layout(self, shape: PromptShape) -> Layout:
+        """The sizes that decide the bytes; unset ones are 0."""
+        return Layout(
+            shape.kv_heads, shape.head_dim, shape.itemsize, self.theta, self.storage == "lean",
+            self.centered, self.exact_window, self.anchors_per_token, self.gamma_bits,
+            self.prefix_bits or 32, self.key_share, self.wide_share, self.bits, self.window or 0,
+            self.extra_anchors or 0,
+        )  # fmt: skip
+
     def layer_bytes(self, shape: PromptShape) -> int:
         """Live bytes of one row and layer, tail excluded."""
-        method = self.resolve(shape)
-        n = np.array([shape.num_tokens])
-        counts = method._counts(n, shape)
-        costs = [method._residual_bytes(bits, shape.head_dim) for bits in method.bits]
-        base = method._base_bytes(n, shape)
-        return int(base[0]) + sum(int(c.sum()) * b for c, b in zip(counts, costs, strict=True))
+        return anchor_bytes.layer_bytes(self.resolve(shape).layout(shape), shape.num_tokens)
 
     def fit(self, target_bytes: float, shape: PromptShape) -> Self:
         """Theta for a byte target (or the nearest that a prompt of this shape can be stored in)."""
@@ -105,11 +152,8 @@ class AnchorKV:
         return dataclasses.replace(self, theta=max(target_bytes / shape.full_bytes, smallest))
 
     def _smallest_theta(self, shape: PromptShape) -> float:
-        n, least = np.array([shape.num_tokens]), dataclasses.replace(self, theta=0.0)
-        method = least._with_prefix(shape)._with_sizes(shape, smallest=True)
-        base = float(method._base_bytes(n, shape)[0])
-        theta = base / shape.full_bytes
-        return theta if theta * shape.full_bytes >= base else math.nextafter(theta, math.inf)
+        method = dataclasses.replace(self, theta=0.0)._with_sizes(shape)
+        return anchor_bytes.smallest_theta(method.layout(shape), shape.num_tokens)
 
     def resolve(self, shape: PromptShape) -> Self:
         """Fix every static size for prompts of up to `shape.num_tokens` tokens.
@@ -124,11 +168,8 @@ class AnchorKV:
                 can, or if the paper's rule leaves no anchor beside the window.
         """
         self._check()
-        method = self._with_prefix(shape)
-        if not method._has_sizes():
-            method = method._with_sizes(shape)
-        base = method._base_bytes(np.array([shape.num_tokens]), shape)[0]
-        if self.theta * shape.full_bytes < base:
+        method = self._with_sizes(shape)
+        if anchor_bytes.free_bytes(method.layout(shape), shape.num_tokens) < 0:
             raise ValueError(
                 f"theta={self.theta:.4g} cannot pay for the anchors and coefficients of"
                 f" {shape.num_tokens} tokens: the smallest that can is"
@@ -139,31 +180,39 @@ class AnchorKV:
     def _has_sizes(self) -> bool:
         return None not in (self.window, self.extra_anchors) and len(self.bits) <= 2
 
-    def _with_prefix(self, shape: PromptShape) -> Self:
-        if self.prefix_bits is not None:
-            return self
-        fits = self.storage == "lean" and 2 * shape.kv_heads * shape.num_tokens <= 65535
-        return dataclasses.replace(self, prefix_bits=16 if fits else 32)
-
     def _check(self) -> None:
         if not self.theta >= 0:
             raise ValueError(f"theta={self.theta} must be positive.")
-        if self.storage not in ("plain", "lean"):
-            raise ValueError(f"storage={self.storage!r} must be 'plain' or 'lean'.")
         if self.centered and self.storage == "plain":
             raise ValueError("centered=True must go with storage='lean': plain anchors are exact.")
         if list(self.bits) != sorted(set(self.bits)) or any(not 1 <= b <= 8 for b in self.bits):
             raise ValueError(f"bits={self.bits} must be ascending widths between 1 and 8.")
-        if not (0 <= self.wide_share <= 1 and 0 <= self.key_share <= 1):
+        shares = [share for share in (self.wide_share, self.key_share) if share is not None]
+        if any(not 0 <= share <= 1 for share in shares):
             raise ValueError(
-                f"wide_share={self.wide_share} and key_share={self.key_share} must be in [0, 1]."
+                f"wide_share={self.wide_share} and key_share={self.key_share} must be in [0, 1]"
+                " or None."
             )
+        pairs = zip(self.bits, self.bits[1:], strict=False)
+        if self.wide_share is None and any(b != 2 * a for a, b in pairs):
+            raise ValueError(
+                f"bits={self.bits} must double from one to the next when wide_share is None:"
+                " a wider residual is two of the narrow ones."
+            )
+        for name, allowed in ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
 
-    def _with_sizes(self, shape: PromptShape, smallest: bool = False) -> Self:
-        n = shape.num_tokens
-        window = self.window
-        if window is None:
-            window = min(max(-(-n // 512) * 8, 8), 32)
+    def _with_sizes(self, shape: PromptShape) -> Self:
+        n, method = shape.num_tokens, self
+        if self.prefix_bits is None:
+            stages = 2 if self.wide_share is None else 1
+            fits = self.storage == "lean" and 2 * shape.kv_heads * n * stages <= 65535
+            method = dataclasses.replace(method, prefix_bits=16 if fits else 32)
+        if method._has_sizes():
+            return method
+        window = anchor_bytes.window_for(n) if self.window is None else self.window
+        layout = method.layout(shape)._replace(window=window)
         if self.anchor_every is not None:
             extra = n // self.anchor_every - window
             if extra < 1:
@@ -171,132 +220,101 @@ class AnchorKV:
                     f"{n} tokens give {n // self.anchor_every} anchors, no more than the window of"
                     f" {window}: this preset needs {(window + 1) * self.anchor_every} tokens."
                 )
-        elif self.extra_anchors is not None:
-            extra = self.extra_anchors
-        else:
-            anchor = 2 * shape.kv_heads * (shape.head_dim + 2)
-            if self.storage == "plain":
-                anchor = 2 * shape.kv_heads * (shape.head_dim * shape.itemsize + 2)
-            share = 0.0 if smallest else 0.1 * self.theta * shape.full_bytes / anchor
-            extra = int(min(max(share // 8 * 8, 8), 256))
-        extra = min(extra, max(n - window, 0))
-        method = dataclasses.replace(
-            self, window=window, extra_anchors=extra, anchor_every=None, bits=self.bits[:2]
+            layout = layout._replace(extra=extra)
+        elif self.extra_anchors is None:
+            layout = anchor_bytes.with_anchors(layout, n)
+        return method._laid_out(anchor_bytes.with_widths(layout, n, self.bits))
+
+    def _laid_out(self, layout: Layout) -> Self:
+        return dataclasses.replace(
+            self, theta=layout.theta, window=layout.window, extra_anchors=layout.extra,
+            anchor_every=None, bits=layout.bits,
+        )  # fmt: skip
+
+    def layer_statistics(self, prompt: PromptKV, info: LayerInfo) -> Array:
+        """How many token-sides of a layer have which utility, for `allocate`.
+
+        Utilities are relative to the mean squared output of the layer's observation queries, so
+        that layers compare; bin j counts those about 2^(j / 2 - 48).
+
+        Returns:
+            f32[B, 128].
+        """
+        method, _ = self._resolved(prompt)
+        coding = method._code(prompt, info)
+        square = jnp.square(coding.seen.y).sum(-1) * coding.seen.seen[:, None]
+        count = jnp.maximum(coding.seen.seen.sum(-1) * square.shape[1], 1)
+        unit = square.sum((1, 2)) / count
+        useful = coding.useful.reshape(coding.useful.shape[0], -1)
+        relative = useful / jnp.maximum(unit, 1e-30)[:, None]
+        octave = jnp.log2(jnp.maximum(relative, 2.0**-60))
+        column = jnp.clip(jnp.round(2 * octave) + 96, 0, 127).astype(jnp.int32)
+        zeros = jnp.zeros((useful.shape[0], 128))
+        return jax.vmap(lambda row, at, x: row.at[at].add(x))(
+            zeros, column, (useful >= 0).astype(jnp.float32)
         )
-        if smallest:
-            return method
-        if self.anchor_every is None and self.extra_anchors is None:
-            while method.extra_anchors > 8 and method._free_bytes(shape) < 0:
-                fewer = max(method.extra_anchors - 8, 8)
-                method = dataclasses.replace(method, extra_anchors=fewer)
-        return method._with_widths(shape, self.bits)
 
-    def _with_widths(self, shape: PromptShape, ladder: tuple[int, ...]) -> Self:
-        """The pair of widths that the bytes can fill, then more anchors."""
-        if not ladder:
-            return dataclasses.replace(self, bits=())
-        chosen = ladder[:2]
-        for i in range(1, len(ladder)):
-            pair = dataclasses.replace(self, bits=ladder[i : i + 2])
-            if pair._free_bytes(shape) >= pair._sides(shape) * pair._residual_bytes(
-                ladder[i], shape.head_dim
-            ):
-                chosen = ladder[i : i + 2]
-        method = dataclasses.replace(self, bits=chosen)
-        widest = dataclasses.replace(self, bits=ladder[-1:])
-        if not widest._is_full(shape):
-            return method
-        low, high = self.extra_anchors, shape.num_tokens - self.window
-        while low < high:  # the most anchors that still leave every side its widest residual
-            middle = (low + high + 1) // 2
-            more = dataclasses.replace(widest, extra_anchors=middle)
-            low, high = (middle, high) if more._is_full(shape) else (low, middle - 1)
-        return dataclasses.replace(widest, extra_anchors=low)
+    def allocate(self, statistics: Sequence[Array], shape: PromptShape) -> list[Self]:
+        """A method for every layer: one threshold on utility per byte for all of them.
 
-    def _is_full(self, shape: PromptShape) -> bool:
-        """Whether every side can have a residual of the only width."""
-        cost = self._residual_bytes(self.bits[0], shape.head_dim)
-        return self._free_bytes(shape) >= self._sides(shape) * cost
+        Runs on the host. A batch shares the allocation: sizes are static.
 
-    def _free_bytes(self, shape: PromptShape) -> float:
-        base = self._base_bytes(np.array([shape.num_tokens]), shape)[0]
-        return self.theta * shape.full_bytes - float(base)
+        Args:
+            statistics: `layer_statistics` of every layer.
+            shape: of the longest prompt.
 
-    def _sides(self, shape: PromptShape) -> int:
-        return int(self._competing(np.array([shape.num_tokens]))[0]) * 2 * shape.kv_heads
-
-    def _competing(self, n: np.ndarray) -> np.ndarray:
-        """Tokens a KV head and side that may have a residual."""
-        coded = np.maximum(n - self.window, 0)
-        return np.maximum(coded - self.extra_anchors, 0) if self.storage == "plain" else coded
-
-    def _residual_bytes(self, bits: int, head_dim: int) -> int:
-        return quant.packed_size(head_dim, bits) + (2 if self.storage == "plain" else 1)
-
-    def _index_bits(self) -> int:
-        return max((self.extra_anchors + self.window - 1).bit_length(), 1)
-
-    def _base_bytes(self, n: np.ndarray, shape: PromptShape) -> np.ndarray:
-        """Live bytes of rows of n tokens before any residual, int64 like n."""
-        heads, dim = shape.kv_heads, shape.head_dim
-        n = n.astype(np.int64)
-        near, coded = np.minimum(n, self.window), np.maximum(n - self.window, 0)
-        held = np.minimum(coded, self.extra_anchors)
-        words = -(-coded // 32)
-        slots = 4 + self.prefix_bits // 8  # bytes of a mask word and of the count before it
-        total = 2 * heads * words * slots * len(self.bits) + 8  # and lengths of body and tail
-        if self.centered:
-            total = total + 2 * heads * dim * shape.itemsize
-        if self.storage == "plain":
-            index = 1 if self.extra_anchors + self.window <= 256 else 2
-            total += heads * (held + near) * (2 * dim * shape.itemsize + 4)
-            return total + 2 * heads * coded * (index + 2)
-        total += 2 * heads * held * (dim + 2)
-        total += 2 * heads * near * (dim * shape.itemsize if self.exact_window else dim + 2)
-        for bits in (self._index_bits(), self.gamma_bits):
-            total += 2 * heads * -(-coded * bits // 8)
-        return total + 2 * heads * 4
-
-    def _counts(self, n: np.ndarray, shape: PromptShape) -> list[np.ndarray]:
-        """Residuals of each of `bits` in rows of n tokens: int64 [*n, 2] (keys, values)."""
-        heads = shape.kv_heads
-        n = n.astype(np.int64)
-        full = 4 * n * heads * shape.head_dim
-        base = self._base_bytes(n, shape).astype(np.float64)
-        budget = np.where(full > 0, self.theta * full if np.isfinite(self.theta) else 4.0 * full, 0)
-        free = np.floor(np.maximum(budget - base, 0))
-        side = self._competing(n) * heads  # the most that one side can have
-        costs = [self._residual_bytes(b, shape.head_dim) for b in self.bits]
-        if not costs:
-            return []
-        if len(costs) == 1:
-            totals = [np.minimum(free // costs[0], 2 * side)]
-        else:
-            wide = np.minimum(free * self.wide_share // costs[1], 2 * side)
-            narrow = (free - wide * costs[1]) // costs[0]
-            over = narrow + wide > 2 * side
-            spare = np.maximum(free - 2 * side * costs[0], 0) // (costs[1] - costs[0])
-            wide = np.where(over, np.minimum(np.maximum(spare, 0), 2 * side), wide)
-            totals = [np.where(over, 2 * side - wide, narrow), wide]
-        counts, left = [], np.stack([side, side], -1)
-        for total in totals[::-1]:  # widest first: it is chosen first
-            keys = np.minimum(np.floor(total * self.key_share), left[..., 0])
-            values = np.minimum(total - keys, left[..., 1])
-            keys = np.minimum(total - values, left[..., 0])
-            counts.append(np.stack([keys, values], -1).astype(np.int64))
-            left = left - counts[-1]
-        return counts[::-1]
+        Returns:
+            L resolved methods, before `for_layer`; together at most theta of L full layers.
+        """
+        method = self.resolve(shape)
+        if self.layer_budget == "equal":
+            return [method] * len(statistics)
+        n = shape.num_tokens
+        layout = method.layout(shape)._replace(bits=self.bits[:2])  # the most that a layer may use
+        demand = np.stack([np.asarray(s, np.float64).mean(0) for s in statistics])
+        thetas = anchor_bytes.spread(layout, n, self.bits, demand)
+        layouts = [layout._replace(theta=theta) for theta in thetas]
+        return [method._laid_out(anchor_bytes.with_widths(x, n, self.bits)) for x in layouts]
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> BodyTail:
         """Choose anchors, assign, rank, code. See `types.Method.compress`."""
-        batch, heads, total, dim = prompt.k.shape
-        shape = PromptShape(total, heads, dim, prompt.k.dtype.itemsize)
-        method = self
-        if not self._has_sizes() or self.prefix_bits is None:
-            method = self.resolve(shape)
-        return method._compress(prompt, info, shape)
+        method, shape = self._resolved(prompt)
+        coding = method._code(prompt, info)
+        residuals = method._residuals(coding, shape, info)
+        lean = method.storage == "lean"
+        index_bits = method.layout(shape).index_bits if lean else 0
+        small = jnp.uint8 if method.extra_anchors + method.window <= 256 else jnp.uint16
+        index, window = coding.index, min(method.window, prompt.k.shape[2])
+        positions = method._positions(coding.positions, coding.lengths, window)
+        body = AnchorBody(
+            **coding.stored, mean=coding.mean,
+            positions=None if lean else positions,
+            index=quant.pack(index, index_bits) if lean else index.astype(small),
+            gamma=coding.gamma, gamma_range=coding.gamma_range, **residuals,
+            lengths=coding.lengths, capacity=index.shape[-1], window_size=window,
+            widths=method._widths(index_bits), rope=info.rope, impl=method.impl,
+        )  # fmt: skip
+        return BodyTail(body, Tail.empty(prompt.k, info.reserve), rope=info.rope)
 
-    def _compress(self, prompt: PromptKV, info: LayerInfo, shape: PromptShape) -> BodyTail:
+    def _resolved(self, prompt: PromptKV) -> tuple[Self, PromptShape]:
+        _, heads, total, dim = prompt.k.shape
+        shape = PromptShape(total, heads, dim, prompt.k.dtype.itemsize)
+        fixed = self._has_sizes() and self.prefix_bits is not None
+        return self if fixed else self.resolve(shape), shape
+
+    def _widths(self, index_bits: int) -> Widths:
+        staged = self.wide_share is None and len(self.bits) == 2
+        bits = self.bits[:1] * 2 if staged else self.bits
+        gamma_bits = self.gamma_bits if self.storage == "lean" else 0
+        return Widths(index_bits, gamma_bits, bits, self.rotation_seed, staged)
+
+    def _code(self, prompt: PromptKV, info: LayerInfo) -> _Coding:
+        """Anchors, coefficients, and what a residual of each side is worth."""
+        if prompt.next_positions is not None:
+            raise ValueError(
+                "a prompt that lost tokens cannot be compressed by anchorkv, which takes a token's"
+                " position for its index: compress the whole prompt, or take a quantizer."
+            )
         batch, heads, total, dim = prompt.k.shape
         window = min(self.window, total)
         lengths = (total - prompt.starts).astype(jnp.int32)
@@ -315,42 +333,32 @@ class AnchorKV:
             slot < extra, slot < num_coded[:, None], slot - extra >= window - lengths[:, None]
         )
         valid = jnp.broadcast_to(valid[:, None, None], (batch, 2, heads, extra + window))
-        offset = 0.0 if mean is None else mean.astype(jnp.float32)[:, :, :, None]
-        index, gamma = anchor_assign(x - offset, near, valid, impl=self.impl)
-        if self.storage == "plain":  # an anchor is its own, whatever rounding says
-            own = jnp.broadcast_to(jnp.arange(extra, dtype=jnp.int32), positions.shape)
-            at = jnp.broadcast_to(positions[:, None], (batch, 2, heads, extra))
-            index = _put(index, at, own[:, None])
-            gamma = _put(gamma, at, jnp.ones_like(own, jnp.float32)[:, None])
-
         token = jnp.arange(capacity, dtype=jnp.int32)[None]
         coded = (token < num_coded[:, None])[:, None, None]
-        packed, spread, gamma = self._store_gamma(gamma, coded)
-        chosen = jnp.take_along_axis(near, index[..., None], 3) * gamma[..., None] + offset
+        chosen = 0.0 if mean is None else mean.astype(jnp.float32)[:, :, :, None]
+        at = jnp.broadcast_to(positions[:, None], (batch, 2, heads, extra))
+        indices, gammas, ranges = [], [], []
+        for turn in range(self.anchors_per_token):
+            index, gamma = anchor_assign(x - chosen, near, valid, impl=self.impl)
+            if self.storage == "plain":  # an anchor is its own, whatever rounding says
+                own = jnp.broadcast_to(jnp.arange(extra, dtype=jnp.int32), positions.shape)
+                index = _put(index, at, own[:, None])
+                gamma = _put(gamma, at, jnp.full(own.shape, 1.0 - turn)[:, None])
+            packed, spread, gamma = self._store_gamma(gamma, coded)
+            chosen += jnp.take_along_axis(near, index[..., None], 3) * gamma[..., None]
+            indices.append(jnp.where(coded, index, 0))
+            gammas.append(packed)
+            ranges.append(spread)
         rotated = _aligned(prompt.k, prompt.starts, capacity)
         useful = anchors.utility(x, chosen, rotated, seen, lengths, info.rope, self.attention_floor)
         useful = jnp.nan_to_num(jnp.where(coded, useful, -1.0), nan=0.0, posinf=3e38, neginf=-1.0)
         if self.storage == "plain":
-            at = jnp.broadcast_to(positions[:, None], (batch, 2, heads, extra))
             useful = _put(useful, at, jnp.full((batch, 1, heads, extra), -1.0))
-        residuals = self._residuals(x, chosen, useful, lengths, shape, info)
-
-        lean = self.storage == "lean"
-        index_bits = self._index_bits() if lean else 0
-        small = jnp.uint8 if self.extra_anchors + self.window <= 256 else jnp.uint16
-        index = jnp.where(coded, index, 0)
-        body = AnchorBody(
-            **stored, mean=mean,
-            positions=None if lean else self._positions(positions, lengths, window),
-            index=quant.pack(index, index_bits) if lean else index.astype(small),
-            gamma=packed, gamma_range=spread, **residuals, lengths=lengths,
-            capacity=capacity, window_size=window,
-            widths=Widths(
-                index_bits, self.gamma_bits if lean else 0, self.bits, self.rotation_seed
-            ),
-            rope=info.rope, impl=self.impl,
+        spread = None if ranges[0] is None else jnp.stack(ranges, 3)
+        return _Coding(
+            stored, mean, positions, jnp.stack(indices, 3), jnp.stack(gammas, 3), spread,
+            x, chosen, useful, seen, lengths,
         )  # fmt: skip
-        return BodyTail(body, Tail.empty(prompt.k, info.reserve), rope=info.rope)
 
     def _mean(self, prompt: PromptKV) -> Array:
         """Mean token of each side and KV head, in the cache's dtype: [B, 2, K, H]."""
@@ -376,6 +384,11 @@ class AnchorKV:
         protected = jax.vmap(jax.vmap(lambda row, at, on: row.at[at].set(on)))(
             jnp.zeros((batch, heads, before), bool), order, attended
         )
+        if self.anchor_choice == "coverage":
+            sides = jnp.stack([prompt.k_unrotated, prompt.v], 1).astype(jnp.float32)
+            sides = sides if mean is None else sides - mean[:, :, :, None].astype(jnp.float32)
+            share = jnp.round(self.attention_share * extra).astype(jnp.int32)
+            protected = anchors.cover(sides, protected, prompt.starts, window, extra, share)
         noise = scores.hash_scores(self.random_seed, starts, heads, before)
         if extra:
             columns, _ = select.top_columns(noise, extra, starts, protected)
@@ -434,23 +447,28 @@ class AnchorKV:
         stored = jnp.where(real, jnp.clip(gamma, -65504, 65504), 0).astype(jnp.float16)
         return stored, None, stored.astype(jnp.float32)
 
-    def _residuals(self, x, chosen, useful, lengths, shape, info) -> dict[str, tuple]:
-        """The residual arrays of `AnchorBody`, one entry a width."""
-        batch, _, heads, tokens, dim = x.shape
-        lean = self.storage == "lean"
+    def _residuals(self, coding: _Coding, shape: PromptShape, info: LayerInfo) -> dict[str, tuple]:
+        """The residual arrays of `AnchorBody`: an entry a width, or one pool of codes in stages."""
+        batch, _, heads, tokens, dim = coding.x.shape
+        layout, lengths = self.layout(shape), coding.lengths
         # Every row's own counts, as a function of its length: data, while the sizes are static.
-        table = self._counts(np.arange(shape.num_tokens + 1), shape)  # a width: [T + 1, 2]
-        sizes = [tuple(int(v) for v in t.max(0)) for t in table][::-1]
-        counts = [jnp.asarray(t, jnp.int32)[lengths] for t in table][::-1]
-        masks = anchors.choose(useful, counts, sizes)[::-1]
-        flat_x = x.reshape(batch, -1, dim)
-        flat_chosen = chosen.reshape(batch, -1, dim)
+        table = anchor_bytes.counts(layout, np.arange(shape.num_tokens + 1))  # [T + 1, pools]
+        sizes = [tuple(int(v) for v in t.max(0)) for t in table]
+        counts = [jnp.asarray(t, jnp.int32)[lengths] for t in table]
+        if layout.staged:
+            masks = [anchors.choose_stages(coding.useful, counts[0], sizes[0], self.bits[0])]
+        else:
+            masks = [m[:, None] for m in anchors.choose(coding.useful, counts[::-1], sizes[::-1])]
+            masks = masks[::-1]
+        flat_x = coding.x.reshape(batch, -1, dim)
+        flat_chosen = coding.chosen.reshape(batch, -1, dim)
         # One row of the table a token: far fewer sines than one a residual.
         cos, sin = tables(info.rope, jnp.arange(tokens, dtype=jnp.int32))
         arrays = {"words": (), "prefix": (), "codes": (), "scales": ()}
-        for mask, bits, most in zip(masks, self.bits, sizes[::-1], strict=True):
+        for mask, bits, most in zip(masks, self.bits, sizes, strict=False):
             size = max(sum(most), 1)
-            order = anchors.slot_order(mask, size)  # i32[B, N]
+            entry = anchors.slot_order(mask, size)  # i32[B, N], over (stage, side, head, token)
+            order = entry % (2 * heads * tokens)
 
             def take(rows, order=order):
                 return jnp.take_along_axis(rows, order[..., None], 1).astype(jnp.float32)
@@ -459,15 +477,26 @@ class AnchorKV:
             turned = rotate_with(cos[order % tokens], sin[order % tokens], error)
             is_key = order < heads * tokens
             error = jnp.where(is_key[..., None], turned, error)
-            codes, scale = anchors.encode(error, bits, self.scale, self.rotation_seed, lean)
-            words = quant.bit_words(mask)
+            second = entry != order if layout.staged else None
+            codes, scale = self._encode(error, bits, second)
             used = jnp.arange(size)[None] < mask.reshape(batch, -1).sum(-1)[:, None]
-            prefix = quant.popcount_prefix(words)
-            arrays["words"] += (words,)
-            arrays["prefix"] += (prefix.astype(f"uint{self.prefix_bits}"),)
+            words = quant.bit_words(mask)  # [B, stage, 2, K, C / 32]
+            prefix = quant.popcount_prefix(words).astype(f"uint{self.prefix_bits}")
+            arrays["words"] += tuple(jnp.moveaxis(words, 1, 0))
+            arrays["prefix"] += tuple(jnp.moveaxis(prefix, 1, 0))
             arrays["codes"] += (jnp.where(used[..., None], codes, 0).astype(jnp.uint8),)
             arrays["scales"] += (jnp.where(used, scale, 0).astype(scale.dtype),)
         return arrays
+
+    def _encode(self, error: Array, bits: int, second: Array | None) -> tuple[Array, Array]:
+        """Codes and scales of residuals; where `second`, of what a first code leaves of them."""
+        how = (bits, self.scale, self.rotation_seed, self.storage == "lean")
+        codes, scale = anchors.encode(error, *how)
+        if second is None:
+            return codes, scale
+        left = error - anchors.decode(codes, scale, bits, error.shape[-1], self.rotation_seed)
+        again, fine = anchors.encode(left, *how)
+        return jnp.where(second[..., None], again, codes), jnp.where(second, fine, scale)
 
 
 def _aligned(x: Array, starts: Array, size: int) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from kvjax import accounting, anchors, quant, registry, scores
+from kvjax import accounting, anchor_bytes, anchors, quant, registry, scores
 from kvjax.methods.anchorkv import AnchorKV
 from kvjax.methods.full import Full
 from kvjax.pallas.anchor_assign.api import anchor_assign
@@ -98,11 +98,11 @@ def test_step_2_and_3_assignment_and_projection(plain):
                 t = x[h, : n - WINDOW]
                 cosine = t @ a.T / np.linalg.norm(a, axis=1) / np.linalg.norm(t, axis=1)[:, None]
                 want = np.abs(cosine).argmax(1)
-                got = np.asarray(body.index)[i, side, h, : n - WINDOW].astype(int)
+                got = np.asarray(body.index)[i, side, h, 0, : n - WINDOW].astype(int)
                 assert (got == want).all()
                 best = a[want]
                 gamma = (t * best).sum(1) / (best**2).sum(1)
-                stored = np.asarray(body.gamma, np.float64)[i, side, h]
+                stored = np.asarray(body.gamma, np.float64)[i, side, h, 0]
                 np.testing.assert_allclose(stored[: n - WINDOW], gamma, rtol=1e-3, atol=1e-6)
                 assert (stored[n - WINDOW :] == 0).all()
                 negative += int((gamma < 0).sum())
@@ -277,9 +277,10 @@ def test_step_7_reconstruction_and_its_error(method):
     spin, levels = np.asarray(quant.rotation(16, 0)), np.array(quant.lloyd_max(2))
     near = np.asarray(anchors.rebuild(body.coded(), body.widths))
     if method is PLAIN:
-        at = np.broadcast_to(np.asarray(body.index, int)[..., None], (*body.index.shape, 16))
+        index, gamma = (np.asarray(x)[:, :, :, 0, :, None] for x in (body.index, body.gamma))
+        at = np.broadcast_to(index.astype(int), (*index.shape[:-1], 16))
         held = np.take_along_axis(np.asarray(body.anchors), at, 3)
-        want = held * np.asarray(body.gamma, np.float32)[..., None]
+        want = held * gamma.astype(np.float32)
         np.testing.assert_allclose(near, want, rtol=1e-6)
     codes = np.asarray(quant.unpack(body.codes[0], 2, 16))
     scale = body.scales[0]
@@ -340,7 +341,8 @@ def test_the_papers_ledger_at_32k():
     papers = 91_056  # residual slots by the paper, 17.4 % of the token-sides
     assert abs(papers / sides - 0.174) < 0.001
     assert count / sides > 0.22 and count > papers
-    assert int(method._counts(np.array([32768]), shape)[0].sum()) == count
+    layout = method.layout(shape)
+    assert int(anchor_bytes.counts(layout, np.array([32768]))[0].sum()) == count
     assert method.layer_bytes(shape) == base + count * 34 <= 0.05 * shape.full_bytes
 
 
@@ -417,3 +419,256 @@ def test_no_intermediate_is_quadratic_in_the_prompt(preset):
     assert len(found) > 200 and queries * 1024 * 64 > 1024 * 1024
     largest = max(found)
     assert largest[0] < 1024 * 1024, largest  # neither [S, S] nor [m, S, D]
+
+
+OPTIONS = {
+    "one pool": {"key_share": None},
+    "stages": {"wide_share": None, "bits": (2, 4)},
+    "stages, one pool": {"wide_share": None, "bits": (2, 4), "key_share": None},
+    "coverage": {"anchor_choice": "coverage", "attention_share": 0.25},
+    "two anchors": {"anchors_per_token": 2},
+    "two anchors, plain": {"anchors_per_token": 2, "storage": "plain", "centered": False},
+}
+WIDE = SHAPE._replace(lengths=(160, 131), columns=160)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_changes_what_is_stored_within_theta(name):
+    """Law 1 of the new storage, exact bytes, and at least half of the tokens differ somewhere."""
+    prompt, row = prompts.prompt(WIDE), WIDE.row
+    options = {"bits": (2, 4)} | OPTIONS[name]
+    theta = 0.52 if options.get("storage") == "plain" else 0.3
+    method = dataclasses.replace(LEAN, theta=theta, **options).resolve(row)
+    ours = {field: getattr(LEAN, field) for field in OPTIONS[name] if field not in ("storage",)}
+    before = dataclasses.replace(method, **ours | {"centered": method.centered, "bits": (2, 4)})
+    cache, other = (compress(m, prompt, prompts.info(WIDE)) for m in (method, before))
+    views = [np.asarray(fast_jit(type(c).materialize)(c)[1], np.float32) for c in (cache, other)]
+    moved = np.abs(views[0] - views[1]).max(-1) > 1e-6
+    assert moved.any(), name
+    live = accounting.live_bytes(cache).stored
+    for i, n in enumerate(WIDE.lengths):
+        assert live[i] <= theta * row._replace(num_tokens=n).full_bytes
+    assert live[0] == method.layer_bytes(row) > 0.97 * theta * row.full_bytes
+    inputs = prompts.step_inputs(WIDE, 1)
+    out, after = step(cache, *inputs)
+    k, v, where = fast_jit(type(after).materialize)(after)
+    q = rotate(prompts.rope(16), inputs[0].astype(jnp.float32), inputs[3])
+    scores_ = jnp.einsum("bnth,bnsh->bnts", q, jnp.repeat(k, 2, 1).astype(jnp.float32)) / 4
+    seen = jnp.repeat(where, 2, 1)[:, :, None] >= 0
+    p = jax.nn.softmax(jnp.where(seen, scores_, -jnp.inf), -1)
+    want = jnp.einsum("bnts,bnsh->bnth", p, jnp.repeat(v, 2, 1).astype(jnp.float32))
+    np.testing.assert_allclose(np.asarray(out), np.asarray(want), atol=3e-5)
+
+
+def test_one_pool_keeps_the_top_of_the_union():
+    rng = np.random.default_rng(4)
+    u = rng.random((2, 2, 3, 40)).astype(np.float32)
+    u[:, 1] *= 4  # values matter more
+    count = jnp.asarray([[50], [31]], jnp.int32)
+    (mask,) = (np.asarray(m) for m in anchors.choose(jnp.asarray(u), [count], [(50,)]))
+    for i in range(2):
+        order = np.argsort(-u[i].ravel())
+        assert set(np.flatnonzero(mask[i])) == set(order[: int(count[i, 0])])
+        assert mask[i, 1].sum() > 2 * mask[i, 0].sum()
+
+
+def test_stages_go_where_they_remove_the_most_error():
+    """The chosen codes are the best of all (token, stage) pairs, by the error that each removes."""
+    rng = np.random.default_rng(5)
+    u = np.exp(2 * rng.normal(size=(1, 2, 2, 50))).astype(np.float32)
+    u[..., -3:] = -1
+    first, second = np.asarray(
+        anchors.choose_stages(jnp.asarray(u), jnp.asarray([[120]], jnp.int32), (120,), 2)
+    )[0]
+    assert first.sum() + second.sum() == 120 and 5 < second.sum() < 60
+    assert (first | ~second).all() and not first[..., -3:].any()
+    worth = lambda on, more: u[0][on] * more  # noqa: E731
+    kept = min(worth(first, 0.8825).min(), worth(second, 0.1175 * 0.8825).min())
+    lost = max(worth(~first, 0.8825).max(), worth(~second, 0.1175 * 0.8825).max())
+    assert kept >= lost
+
+
+def test_a_second_stage_refines_the_first():
+    prompt = prompts.prompt(WIDE)
+    method = dataclasses.replace(LEAN, theta=0.33, wide_share=None, bits=(2, 4), key_share=None)
+    body = compress(method, prompt, prompts.info(WIDE)).body
+    assert body.codes[0].shape[-1] == 4 and len(body.codes) == 1 and len(body.words) == 2
+    stages = [tuple(np.asarray(x) for x in xla.slots(r)) for r in body.coded().residuals]
+    used = np.concatenate([slot[0][present[0]] for slot, present in stages])
+    assert used.tolist() == list(range(int(body.num_residuals[0][0])))  # every slot once, in order
+    near = np.asarray(anchors.rebuild(body.coded(), body.widths))[0, 1]
+    full = near + np.asarray(anchors.residual_values(body.coded(), body.widths, 16))[0, 1]
+    n = WIDE.lengths[0]
+    truth = np.asarray(prompt.v, np.float32)[0, :, : n - WINDOW]
+    error = np.square(full[:, : n - WINDOW] - truth).sum(-1)
+    error /= np.square(near[:, : n - WINDOW] - truth).sum(-1)
+    once, twice = (present[0, 1][:, : n - WINDOW] for _, present in stages)
+    assert twice.sum() > 20 and (once & ~twice).sum() > 20
+    assert error[twice].mean() < 0.04 < 0.08 < error[once & ~twice].mean() < 0.2
+
+
+def test_coverage_takes_the_farthest_token_each_time():
+    rng = np.random.default_rng(6)
+    x = rng.normal(size=(2, 2, 2, 40, 16)).astype(np.float32)
+    starts, window, size = np.array([0, 9]), 4, 7
+    chosen = np.zeros((2, 2, 36), bool)
+    chosen[:, :, [12, 20, 30]] = True
+    got = np.asarray(
+        anchors.cover(jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(starts), window, size, 3)
+    )
+    unit = x / np.linalg.norm(x, axis=-1, keepdims=True)
+    for b in range(2):
+        for h in range(2):
+            held = [12, 20, 30, 36, 37, 38, 39]
+            for _ in range(size - 3):
+                cosine = np.einsum(
+                    "sth,sah->sta", unit[b, :, h], unit[b, :, h, held].swapaxes(0, 1)
+                )
+                distance = (1 - (cosine**2).max(-1)).sum(0)
+                distance[: starts[b]], distance[held], distance[36:] = -1, -1, -1
+                held.append(int(distance.argmax()))
+            assert sorted(np.flatnonzero(got[b, h])) == sorted(t for t in held if t < 36)
+
+
+def test_a_second_anchor_projects_what_the_first_left():
+    prompt = prompts.prompt(SHAPE)
+    method = dataclasses.replace(
+        PLAIN, anchors_per_token=2, bits=(), extra_anchors=12, theta=2.0, attention_share=1.0
+    )
+    body = compress(method, prompt, prompts.info(SHAPE)).body
+    a = np.asarray(body.anchors, np.float64)
+    index, gamma = np.asarray(body.index, int), np.asarray(body.gamma, np.float64)
+    n = SHAPE.lengths[0]
+    near = np.asarray(anchors.rebuild(body.coded(), body.widths))
+    for side, x in enumerate((prompt.k_unrotated, prompt.v)):
+        left = np.asarray(x, np.float64)[0, :, 96 - n : 96 - WINDOW]
+        total, after_one = np.zeros_like(left), []
+        for turn in range(2):
+            for h in range(2):
+                held = a[0, side, h]
+                at = index[0, side, h, turn, : n - WINDOW]
+                cosine = np.abs(left[h] @ held.T) / np.linalg.norm(held, axis=1)
+                own = np.asarray(body.positions)[0, h, :12]
+                rest = np.setdiff1d(np.arange(n - WINDOW), own)  # anchors: themselves, then nothing
+                assert (at[rest] == cosine.argmax(1)[rest]).mean() > 0.98
+                step_ = held[at] * gamma[0, side, h, turn, : n - WINDOW, None]
+                total[h] += step_
+                left[h] -= step_
+                if turn == 0:
+                    after_one.append(np.linalg.norm(left[h], axis=-1).mean())
+        np.testing.assert_allclose(near[0, side, :, : n - WINDOW], total, atol=1e-4)
+        norm = np.linalg.norm(left, axis=-1)
+        one = (
+            near[0, side, :, : n - WINDOW] * 0
+            + np.asarray(x, np.float64)[0, :, 96 - n : 96 - WINDOW]
+        )
+        first = a[0, side][np.arange(2)[:, None], index[0, side, :, 0, : n - WINDOW]]
+        first = first * gamma[0, side, :, 0, : n - WINDOW, None]
+        assert norm.mean() < 0.98 * np.linalg.norm(one - first, axis=-1).mean()
+
+
+def test_a_pooled_layer_budget_follows_the_utilities_and_stays_within_the_total():
+    row = WIDE.row
+    method = dataclasses.replace(
+        AnchorKV(theta=0.4), layer_budget="pooled", window=WINDOW, extra_anchors=None
+    )
+    layers = [prompts.prompt(WIDE, seed) for seed in (0, 20, 40)]
+    # in the second layer attention is flat and the values share a large part: errors matter less
+    layers[1] = dataclasses.replace(layers[1], q=layers[1].q * 0, v=layers[1].v + 20)
+    gather = fast_jit(lambda p: method.layer_statistics(p, prompts.info(WIDE)))
+    found = [gather(p) for p in layers]
+    sides = 2 * 2 * (np.array(WIDE.lengths) - WINDOW)
+    for one in found:
+        assert np.asarray(one).sum(1).tolist() == sides.tolist()
+    given = method.allocate(found, row)
+    stored = [accounting.live_bytes(compress(m, p, prompts.info(WIDE))).stored[0]
+              for m, p in zip(given, layers, strict=True)]  # fmt: skip
+    assert stored == [m.layer_bytes(row) for m in given]
+    assert 0.97 * 3 * 0.4 * row.full_bytes < sum(stored) <= 3 * 0.4 * row.full_bytes
+    assert len({m.theta for m in given}) > 1
+    order = np.argsort([np.asarray(one).mean(0) @ np.exp2(np.arange(128) / 2) for one in found])
+    assert given[order[-1]].theta == max(m.theta for m in given)
+    for theta in (0.2, 0.5, 0.9, 1.2):  # whatever the pair of widths, down to layers with nothing
+        skewed = [found[0] * 0 + jnp.eye(128)[j][None] * 608 for j in (20, 100, 100)]
+        bought = dataclasses.replace(method, theta=theta).allocate(skewed, row)
+        assert sum(m.layer_bytes(row) for m in bought) <= 3 * theta * row.full_bytes
+    equal = dataclasses.replace(method, layer_budget="equal")
+    assert [m.theta for m in equal.allocate(found, row)] == [0.4] * 3
+
+
+def test_layers_buy_from_the_best_price_down():
+    """Against a greedy purchase, one token-side at a time."""
+    layout = AnchorKV(window=8, extra_anchors=8, prefix_bits=16).layout(PromptShape(512, 2, 16))
+    layout = layout._replace(theta=0.35)
+    rng = np.random.default_rng(7)
+    demand = np.zeros((4, 128))
+    for i in range(4):
+        at = np.clip(rng.normal(60 + 6 * i, 8, 2016), 0, 127).astype(int)
+        np.add.at(demand[i], at, 1)
+    thetas = anchor_bytes.spread(layout, 512, (2, 4, 8), demand, steps=1000)
+    base, full = int(anchor_bytes.base_bytes(layout, 512)), 4 * 512 * 2 * 16
+    total = 4 * (0.35 * full - base)
+    offers = []
+    left, cost = [1, 0.1175, 0.009497, 0.0001], [0, 5, 9, 17]
+    for i in range(4):
+        for j in np.flatnonzero(demand[i]):
+            for s in range(3):
+                gain = (left[s] - left[s + 1]) * 2 ** (j / 2) / (cost[s + 1] - cost[s])
+                offers += [(-gain, i, cost[s + 1] - cost[s])] * int(demand[i, j])
+    spent = np.zeros(4)
+    for _, i, price in sorted(offers):
+        if spent.sum() + price > total:
+            break
+        spent[i] += price
+    got = np.array(thetas) * full - base
+    assert got.sum() <= total + 4
+    np.testing.assert_allclose(got, spent, atol=0.03 * total)
+    assert got[3] > got[2] > got[1] > got[0]
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        ({"anchor_choice": "random"}, "anchor_choice='random' must be one of"),
+        ({"anchors_per_token": 3}, "anchors_per_token=3 must be one of"),
+        ({"layer_budget": "x"}, "layer_budget='x' must be one of"),
+        ({"wide_share": None, "bits": (2, 3)}, "must double"),
+        ({"key_share": 1.5}, "must be in"),
+    ],
+)
+def test_wrong_options_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        AnchorKV(**wrong).resolve(PromptShape(1000, 2, 64))
+
+
+def test_a_prompt_that_lost_tokens_is_refused():
+    prompt = prompts.prompt(SHAPE)
+    gone = dataclasses.replace(prompt, next_positions=jnp.asarray([100, 90], jnp.int32))
+    with pytest.raises(ValueError, match="lost tokens"):
+        LEAN.resolve(SHAPE.row).compress(gone, prompts.info(SHAPE))
+
+
+def test_all_options_at_once_give_each_row_of_a_ragged_batch_what_it_gets_alone():
+    both = WIDE
+    chosen = {k: v for options in list(OPTIONS.values())[:-1] for k, v in options.items()}
+    method = dataclasses.replace(LEAN, theta=0.35, **chosen, extra_anchors=16).resolve(both.row)
+    inputs = prompts.step_inputs(both, 2)
+    want = np.asarray(step(compress(method, prompts.prompt(both), prompts.info(both)), *inputs)[0])
+    for i, n in enumerate(both.lengths):
+        alone = Shape(16, 4, 2, (n,))
+        cache = compress(method, prompts.prompt(alone, i), prompts.info(alone))
+        got = step(cache, *(x[i : i + 1] for x in inputs))[0]
+        np.testing.assert_allclose(np.asarray(got)[0], want[i], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_bytes_of_an_option_stay_within_theta(name):
+    for n in (200, 2048, 32768):
+        shape, spent = PromptShape(n, 3, 64), 0
+        for theta in np.linspace(0.2, 1.2, 11):
+            options = {key: value for key, value in OPTIONS[name].items() if key != "bits"}
+            method = AnchorKV(theta=float(theta), **options)
+            now = method.layer_bytes(shape)
+            assert spent <= now <= theta * shape.full_bytes
+            spent = now
+        assert spent > 0.8 * shape.full_bytes

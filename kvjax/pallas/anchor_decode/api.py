@@ -18,13 +18,13 @@ SHAPES = {
 
 
 class Residuals(NamedTuple):
-    """The residuals of one width: which sides have one, and their codes in token order.
+    """The residuals of one width or stage: which sides have one, and their codes in token order.
 
     The slot of token t is prefix[t // 32] + popcount(words[t // 32] & ((1 << t % 32) - 1)).
     """
 
     words: Array  # uint32 [B, 2, K, C / 32], bit mask of the tokens
-    prefix: Array  # [B, 2, K, C / 32], set bits before each word, over (side, head, word)
+    prefix: Array  # [B, 2, K, C / 32], set bits before each word, over (stage, side, head, word)
     codes: Array  # uint8 [B, N, packed_size(H, bits)]
     scales: Array  # f16 or uint8 (quant.scale_encode) [B, N]
 
@@ -36,10 +36,10 @@ class Coded(NamedTuple):
     anchor_scales: Array | None  # f16[B, 2, K, A]
     window: Array | None  # [B, 2, K, W, H], further anchors, where anchors does not hold them
     mean: Array | None  # [B, 2, K, H], what anchors and tokens are taken relative to
-    index: Array  # uint8/uint16 [B, 2, K, C], or uint8 bytes of index_bits codes
-    gamma: Array  # f16[B, 2, K, C], or uint8 bytes of gamma_bits codes
-    gamma_range: Array | None  # f16[B, 2, K, 2], smallest gamma and step
-    residuals: tuple[Residuals, ...]
+    index: Array  # uint8/uint16 [B, 2, K, J, C], or uint8 bytes of index_bits codes; J anchors each
+    gamma: Array  # f16[B, 2, K, J, C], or uint8 bytes of gamma_bits codes
+    gamma_range: Array | None  # f16[B, 2, K, J, 2], smallest gamma and step
+    residuals: tuple[Residuals, ...]  # a token has one of several widths, or several stages
     lengths: Array  # i32[B], coded tokens
 
 
@@ -50,6 +50,7 @@ class Widths(NamedTuple):
     gamma: int
     residuals: tuple[int, ...]  # of each of Coded.residuals
     seed: int  # of the residuals' rotation
+    staged: bool = False  # residuals are stages, added up, with the same codes and scales arrays
 
 
 @typed
@@ -59,7 +60,8 @@ def anchor_decode(
     """Attention of new queries over coded tokens; token t has position t.
 
     key_t = R_t (mean + gamma_t a_t) + r_t, value_t = mean + gamma_t a_t + r_t, with a_t the token's
-    anchor, r_t its residual, if any, and mean zero where there is none. Key residuals are those of
+    anchor (a sum over its J anchors), r_t the sum of its residuals, and mean zero where there is
+    none. Key residuals are those of
     rotated keys, so that a query meets their codes after one rotation of its own.
 
     Args:

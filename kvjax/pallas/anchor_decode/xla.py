@@ -20,50 +20,60 @@ def anchor_decode(q: Array, coded, *, widths, rope: Rope) -> tuple[Array, Array,
     batch, _, steps, dim = q.shape
     decode = functools.partial(_decode, widths=widths, half=len(rope.inv_freq))
     body = partial.decoded(decode, coded.lengths, q, coded)
-    spins = [_spin(dim, bits, widths.seed) for bits in widths.residuals]
+    spins = [_spin(dim, bits, widths.seed) for bits in widths.residuals[: len(body.residuals)]]
     tokens, rows = body.index.shape[-1], body.queries.shape[2]
 
     cos, sin = _tables(rope, tokens, dim)
-    keys = _take(body.keys, body.index[:, 0]) * body.gamma[:, 0, ..., None]
+    turns = range(body.index.shape[3])
+    keys = sum(
+        _take(body.keys, body.index[:, 0, :, turn]) * body.gamma[:, 0, :, turn, :, None]
+        for turn in turns
+    )
     if body.key_mean is not None:
         keys += body.key_mean[:, :, None]
     here, ahead = jnp.split(keys, 2, -1)
     keys = here * cos[None, None] + ahead * sin[None, None]
     scores = _product("brh,bsh->brs", body.queries, keys)
     for r, spin in zip(body.residuals, spins, strict=True):
-        own = jax.vmap(_own_head)(_seen(body.queries, r, spin), r.slot[:, 0])  # [B, K, C, R]
-        scores += jnp.where(r.present[:, 0, :, None], own.swapaxes(2, 3), 0.0)
+        seen = _seen(body.queries, r, spin)
+        for slot, present in r.slots:
+            own = jax.vmap(_own_head)(seen, slot[:, 0])  # [B, K, C, R]
+            scores += jnp.where(present[:, 0, :, None], own.swapaxes(2, 3), 0.0)
     valid = jnp.arange(tokens)[None, None, None] < coded.lengths[:, None, None, None]
     p, m, l = partial.soften(scores, jnp.broadcast_to(valid, (batch, 1, rows, tokens)))  # noqa: E741
 
-    bins = jax.vmap(jax.vmap(_bins, (0, 0, None)), (0, 0, None))(
-        p * body.gamma[:, 1, :, None], body.index[:, 1], body.values.shape[2]
+    bins = sum(
+        jax.vmap(jax.vmap(_bins, (0, 0, None)), (0, 0, None))(
+            p * body.gamma[:, 1, :, turn, None], body.index[:, 1, :, turn], body.values.shape[2]
+        )
+        for turn in turns
     )
     o = _product("brs,bsh->brh", bins, body.values)
     if coded.mean is not None:
         o += l[..., None] * coded.mean[:, 1, :, None].astype(jnp.float32)
     for r, spin in zip(body.residuals, spins, strict=True):
-        size = r.scales.shape[1]
-        at = jnp.where(r.present[:, 1], r.slot[:, 1], size)  # [B, K, C]; out of range: dropped
-        o += _sum(jax.vmap(_by_slot, (0, 0, None))(p, at, size), r, spin)
+        size, weights = r.scales.shape[1], 0.0
+        for slot, present in r.slots:
+            at = jnp.where(present[:, 1], slot[:, 1], size)  # [B, K, C]; out of range: dropped
+            weights += jax.vmap(_by_slot, (0, 0, None))(p, at, size)
+        o += _sum(weights, r, spin)
     return partial.by_head(o, m, l, steps)
 
 
 class _Residuals(NamedTuple):
-    """The residuals of one width, in the rotated space and in the order of `partial.fields`."""
+    """The residuals of one codes array, in the rotated space, in the order of `partial.fields`."""
 
     levels: Array  # f32[B, N, X, Y]
     scales: Array  # f32[B, N]
-    slot: Array  # i32[B, 2, K, C]
-    present: Array  # bool[B, 2, K, C]
+    slots: tuple[tuple[Array, Array], ...]  # of each stage: i32[B, 2, K, C], and which have one
 
 
 class _Body(NamedTuple):
     """Everything unpacked, nothing rebuilt."""
 
     queries: Array  # f32[B, K, R, H], over sqrt(H)
-    index: Array  # i32[B, 2, K, C]
-    gamma: Array  # f32[B, 2, K, C]
+    index: Array  # i32[B, 2, K, J, C]
+    gamma: Array  # f32[B, 2, K, J, C]
     keys: Array  # f32[B, K, A, 2 H]: anchors, and anchors a quarter turn ahead
     key_mean: Array | None  # f32[B, K, 2 H], likewise
     values: Array  # f32[B, K, A, H]
@@ -78,10 +88,13 @@ def _decode(q: Array, coded, *, widths, half: int) -> _Body:
         a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), -1)
         return jnp.concatenate([a, b, rest, -b, a, jnp.zeros_like(rest)], -1)
 
-    residuals = []
-    for r, bits in zip(coded.residuals, widths.residuals, strict=True):
-        levels = _levels(partial.fields(r.codes, bits, dim), bits)
-        residuals.append(_Residuals(levels, residual_scales(r), *slots(r)))
+    arrays, residuals = [(r,) for r in coded.residuals], []
+    if widths.staged:  # the stages share one array: decode it once
+        arrays = [coded.residuals]
+    for stages, bits in zip(arrays, widths.residuals, strict=False):
+        levels = _levels(partial.fields(stages[0].codes, bits, dim), bits)
+        at = tuple(slots(r) for r in stages)
+        residuals.append(_Residuals(levels, scale_values(stages[0].scales), at))
     return _Body(
         q.astype(jnp.float32).reshape(batch, anchors.shape[2], -1, dim) * dim**-0.5,
         indices(coded, widths),
@@ -187,14 +200,14 @@ def dense_anchors(coded) -> Array:
 
 
 def indices(coded, widths) -> Array:
-    """Anchor of each token: i32[B, 2, K, C]."""
+    """Anchors of each token: i32[B, 2, K, J, C]."""
     if not widths.index:
         return coded.index.astype(jnp.int32)
     return quant.unpack(coded.index, widths.index, coded.index.shape[-1] * 8 // widths.index)
 
 
 def gammas(coded, widths) -> Array:
-    """Coefficient of each token: f32[B, 2, K, C]."""
+    """Coefficients of each token: f32[B, 2, K, J, C]."""
     if not widths.gamma:
         return coded.gamma.astype(jnp.float32)
     size = coded.gamma.shape[-1] * 8 // widths.gamma
@@ -214,14 +227,14 @@ def slots(residuals) -> tuple[Array, Array]:
     return slot.reshape(shape), present.reshape(shape)
 
 
-def residual_scales(residuals) -> Array:
-    """Scale of each residual: f32[B, N]."""
-    if residuals.scales.dtype == jnp.uint8:
-        return quant.scale_decode(residuals.scales)
-    return residuals.scales.astype(jnp.float32)
+def scale_values(scales: Array) -> Array:
+    """Stored scales of residuals as float32."""
+    if scales.dtype == jnp.uint8:
+        return quant.scale_decode(scales)
+    return scales.astype(jnp.float32)
 
 
 def residual_levels(residuals, bits: int, dim: int) -> Array:
     """Residuals in the rotated space: f32[B, N, H]."""
     codes = quant.unpack(residuals.codes, bits, dim)
-    return quant.codebook_decode(codes, bits) * residual_scales(residuals)[..., None]
+    return quant.codebook_decode(codes, bits) * scale_values(residuals.scales)[..., None]
