@@ -31,18 +31,20 @@ from models import hub
 
 GROUPS = {
     "all": (
-        "anchorkv", "pooled:anchorkv", "paper_short:anchorkv", "snapkv", "pyramidkv", "adakv",
-        "pyramid:adakv", "h2o", "h2o(when='prompt')", "tova", "tova(when='prompt')",
-        "streaming_llm", "streaming_llm(when='step', positions='cache')", "expected_attention", "keydiff", "knorm",
-        "random", "snapkv+kivi", "kivi", "quantized_cache", "symmetric", "gear",
-        "gear(outliers=0.0)", "turboquant",
+        "anchorkv", "pooled:anchorkv", "paper_short:anchorkv",
+        "snapkv", "pyramidkv", "adakv", "pyramid:adakv", "h2o", "h2o(when='prompt')",
+        "tova", "tova(when='prompt')", "streaming_llm",
+        "streaming_llm(when='step', positions='cache')",
+        "expected_attention", "keydiff", "knorm", "random", "snapkv+kivi",
+        "kivi", "quantized_cache", "symmetric", "gear", "gear(outliers=0.0)", "turboquant",
     ),
     "anchorkv": (
-        "anchorkv", "paper_short:anchorkv", "anchorkv(attention_floor=0.0)",
-        "anchorkv(attention_floor=0.1)", "anchorkv(centered=False)", "anchorkv(scale='absmax')",
-        "anchorkv(gamma_bits=8)", "anchorkv(exact_window=True)", "anchorkv(bits=(2,))",
-        "anchorkv(attention_share=1.0)", "anchorkv(key_share=None)", "anchorkv(wide_share=None)",
-        "anchorkv(anchor_choice='coverage')", "anchorkv(anchors_per_token=2)", "pooled:anchorkv",
+        "anchorkv", "pooled:anchorkv", "paper_short:anchorkv",
+        "anchorkv(attention_floor=0.0)", "anchorkv(attention_floor=0.1)",
+        "anchorkv(centered=False)", "anchorkv(scale='absmax')", "anchorkv(gamma_bits=8)",
+        "anchorkv(exact_window=True)", "anchorkv(bits=(2,))", "anchorkv(attention_share=1.0)",
+        "anchorkv(key_share=None)", "anchorkv(wide_share=None)",
+        "anchorkv(anchor_choice='coverage')", "anchorkv(anchors_per_token=2)",
     ),
 }  # fmt: skip
 
@@ -63,7 +65,7 @@ class Config:
     """instead of ratios: stored bytes of a prompt, all layers"""
     bits_per_value: tuple[float, ...] = ()
     """instead of ratios: stored bits over elements of K and V"""
-    matched: tuple[str, ...] = ("anchorkv",)
+    matched: tuple[str, ...] = ()
     """methods that also run at exactly the bytes of each discrete setting of the others"""
     task: Literal["needle", "text"] = "needle"
     """needle: retrieval of a number; text: the rest of a running text"""
