@@ -31,7 +31,7 @@ from models import hub
 
 GROUPS = {
     "all": (
-        "anchorkv", "pooled:anchorkv", "paper_short:anchorkv",
+        "anchorkv", "paper_short:anchorkv",
         "snapkv", "pyramidkv", "adakv", "pyramid:adakv", "h2o", "h2o(when='prompt')",
         "tova", "tova(when='prompt')", "streaming_llm",
         "streaming_llm(when='step', positions='cache')",
