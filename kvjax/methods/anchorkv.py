@@ -8,16 +8,17 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from kvjax import anchor_bytes, anchors, quant, scores, select
+from kvjax import anchor_bytes, anchor_choice, quant, scores
 from kvjax.anchor_bytes import Layout
+from kvjax.anchor_choice import choose_anchors
+from kvjax.anchor_residuals import code_residuals, quantize_gamma, utility
 from kvjax.anchors import AnchorBody
 from kvjax.pallas.anchor_assign.api import anchor_assign
 from kvjax.pallas.anchor_decode.api import Widths
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
-from kvjax.rope import rotate_with, tables
 from kvjax.storage import BodyTail, Tail, left_align
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
@@ -280,12 +281,13 @@ class AnchorKV:
         """Choose anchors, assign, rank, code. See `types.Method.compress`."""
         method, shape = self._resolved(prompt)
         coding = method._code(prompt, info)
-        residuals = method._residuals(coding, shape, info)
+        layout = method.layout(shape)
+        residuals = code_residuals(method, coding, layout, shape.num_tokens, info.rope)
         lean = method.storage == "lean"
-        index_bits = method.layout(shape).index_bits if lean else 0
+        index_bits = layout.index_bits if lean else 0
         small = jnp.uint8 if method.extra_anchors + method.window <= 256 else jnp.uint16
         index, window = coding.index, min(method.window, prompt.k.shape[2])
-        positions = method._positions(coding.positions, coding.lengths, window)
+        positions = anchor_choice.anchor_positions(coding.positions, coding.lengths, window)
         body = AnchorBody(
             **coding.stored, mean=coding.mean,
             positions=None if lean else positions,
@@ -322,8 +324,8 @@ class AnchorKV:
         capacity = max(-(-(total - window) // 32) * 32, 32)
         seen = scores.observe(prompt, window)
 
-        mean = self._mean(prompt) if self.centered else None
-        stored, near, positions = self._anchors(prompt, seen, window, mean)
+        mean = anchor_choice.mean_token(prompt) if self.centered else None
+        stored, near, positions = choose_anchors(self, prompt, seen, window, mean)
         sides = jnp.stack([prompt.k_unrotated, prompt.v], 1)
         x = _aligned(sides.reshape(batch, 2 * heads, total, dim), prompt.starts, capacity)
         x = x.reshape(batch, 2, heads, capacity, dim)
@@ -350,7 +352,7 @@ class AnchorKV:
             gammas.append(packed)
             ranges.append(spread)
         rotated = _aligned(prompt.k, prompt.starts, capacity)
-        useful = anchors.utility(x, chosen, rotated, seen, lengths, info.rope, self.attention_floor)
+        useful = utility(x, chosen, rotated, seen, lengths, info.rope, self.attention_floor)
         useful = jnp.nan_to_num(jnp.where(coded, useful, -1.0), nan=0.0, posinf=3e38, neginf=-1.0)
         if self.storage == "plain":
             useful = _put(useful, at, jnp.full((batch, 1, heads, extra), -1.0))
@@ -360,143 +362,14 @@ class AnchorKV:
             x, chosen, useful, seen, lengths,
         )  # fmt: skip
 
-    def _mean(self, prompt: PromptKV) -> Array:
-        """Mean token of each side and KV head, in the cache's dtype: [B, 2, K, H]."""
-        real = select.real_columns(prompt.starts, prompt.k.shape[2])[:, None, :, None]
-        count = real.sum(2, keepdims=True)[:, :, 0]
-        both = [
-            jnp.where(real, x.astype(jnp.float32), 0.0).sum(2) / count
-            for x in (prompt.k_unrotated, prompt.v)
-        ]
-        return jnp.stack(both, 1).astype(prompt.k.dtype)
-
-    def _anchors(self, prompt, seen, window, mean):
-        """Stored anchor arrays, their values f32[B, 2, K, A + W, H], positions i32[B, K, A]."""
-        batch, heads, total, _ = prompt.k.shape
-        before = total - window
-        extra = min(self.extra_anchors, before)
-        starts = jnp.minimum(prompt.starts, before)
-        score = scores.pool(scores.window_scores(prompt, seen), self.kernel)[..., :before]
-        real = select.real_columns(starts, before)[:, None]
-        _, order = lax.top_k(jnp.where(real, score, -1.0), extra)
-        attended = jnp.arange(extra) < jnp.round(self.attention_share * extra)
-        attended = jnp.broadcast_to(attended[None, None], order.shape)
-        protected = jax.vmap(jax.vmap(lambda row, at, on: row.at[at].set(on)))(
-            jnp.zeros((batch, heads, before), bool), order, attended
-        )
-        if self.anchor_choice == "coverage":
-            sides = jnp.stack([prompt.k_unrotated, prompt.v], 1).astype(jnp.float32)
-            sides = sides if mean is None else sides - mean[:, :, :, None].astype(jnp.float32)
-            share = jnp.round(self.attention_share * extra).astype(jnp.int32)
-            protected = anchors.cover(sides, protected, prompt.starts, window, extra, share)
-        noise = scores.hash_scores(self.random_seed, starts, heads, before)
-        if extra:
-            columns, _ = select.top_columns(noise, extra, starts, protected)
-        else:
-            columns = jnp.zeros((batch, heads, 0), jnp.int32)
-        columns = jnp.minimum(columns, total - 1)
-        positions = jnp.where(
-            columns < before, columns - prompt.starts[:, None, None], 2**30
-        )  # out of range: an unused anchor slot
-
-        def take(x, at):
-            return jnp.take_along_axis(x, at[..., None], 2)
-
-        sides = [prompt.k_unrotated, prompt.v]
-        far = jnp.stack([take(x, columns) for x in sides], 1)
-        last = jnp.stack([x[:, :, before:] for x in sides], 1)
-        if mean is not None:
-            far, last = (x.astype(jnp.float32) - mean[:, :, :, None] for x in (far, last))
-        held = jnp.arange(extra)[None] < jnp.minimum(before - starts, extra)[:, None]
-        far = jnp.where(held[:, None, None, :, None], far, 0)
-        filled = jnp.arange(before, total)[None] >= prompt.starts[:, None]
-        last = jnp.where(filled[:, None, None, :, None], last, 0)
-        if self.storage == "plain":
-            together = jnp.concatenate([far, last], 3)
-            stored = {"anchors": together, "anchor_scales": None, "window": None}
-            return stored, together.astype(jnp.float32), positions
-        rows = far if self.exact_window else jnp.concatenate([far, last], 3)
-        peak = jnp.abs(rows.astype(jnp.float32)).max(-1)
-        scale = jnp.clip(peak / 127, 0, 65504).astype(jnp.float16)
-        step = scale.astype(jnp.float32)[..., None]
-        ratio = rows.astype(jnp.float32) / jnp.where(step > 0, step, 1.0)
-        codes = jnp.clip(jnp.round(ratio), -127, 127).astype(jnp.int8)
-        near, stored = codes.astype(jnp.float32) * step, {"anchors": codes, "anchor_scales": scale}
-        if not self.exact_window:
-            return stored | {"window": None}, near, positions
-        return (
-            stored | {"window": last},
-            jnp.concatenate([near, last.astype(near.dtype)], 3),
-            positions,
-        )
-
-    def _positions(self, positions: Array, lengths: Array, window: int) -> Array:
-        """Positions of all anchors, the window's last: i32[B, K, A + W], -1 = unused."""
-        recent = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
-        recent = jnp.broadcast_to(recent[:, None], (*positions.shape[:2], window))
-        together = jnp.concatenate([positions, recent], 2)
-        used = (together >= 0) & (together < lengths[:, None, None])
-        return jnp.where(used, together, -1).astype(jnp.int32)
-
     def _store_gamma(self, gamma: Array, coded: Array) -> tuple[Array, Array | None, Array]:
         """Stored coefficients, their range (lean), and the values f32 they stand for."""
         if self.storage == "lean":
-            codes, spread, values = anchors.quantize_gamma(gamma, coded, self.gamma_bits)
+            codes, spread, values = quantize_gamma(gamma, coded, self.gamma_bits)
             return quant.pack(jnp.where(coded, codes, 0), self.gamma_bits), spread, values
         real = coded & ~jnp.isnan(gamma)  # a norm that overflows
         stored = jnp.where(real, jnp.clip(gamma, -65504, 65504), 0).astype(jnp.float16)
         return stored, None, stored.astype(jnp.float32)
-
-    def _residuals(self, coding: _Coding, shape: PromptShape, info: LayerInfo) -> dict[str, tuple]:
-        """The residual arrays of `AnchorBody`: an entry a width, or one pool of codes in stages."""
-        batch, _, heads, tokens, dim = coding.x.shape
-        layout, lengths = self.layout(shape), coding.lengths
-        # Every row's own counts, as a function of its length: data, while the sizes are static.
-        table = anchor_bytes.counts(layout, np.arange(shape.num_tokens + 1))  # [T + 1, pools]
-        sizes = [tuple(int(v) for v in t.max(0)) for t in table]
-        counts = [jnp.asarray(t, jnp.int32)[lengths] for t in table]
-        if layout.staged:
-            masks = [anchors.choose_stages(coding.useful, counts[0], sizes[0], self.bits[0])]
-        else:
-            masks = [m[:, None] for m in anchors.choose(coding.useful, counts[::-1], sizes[::-1])]
-            masks = masks[::-1]
-        flat_x = coding.x.reshape(batch, -1, dim)
-        flat_chosen = coding.chosen.reshape(batch, -1, dim)
-        # One row of the table a token: far fewer sines than one a residual.
-        cos, sin = tables(info.rope, jnp.arange(tokens, dtype=jnp.int32))
-        arrays = {"words": (), "prefix": (), "codes": (), "scales": ()}
-        for mask, bits, most in zip(masks, self.bits, sizes, strict=False):
-            size = max(sum(most), 1)
-            entry = anchors.slot_order(mask, size)  # i32[B, N], over (stage, side, head, token)
-            order = entry % (2 * heads * tokens)
-
-            def take(rows, order=order):
-                return jnp.take_along_axis(rows, order[..., None], 1).astype(jnp.float32)
-
-            error = take(flat_x) - take(flat_chosen)
-            turned = rotate_with(cos[order % tokens], sin[order % tokens], error)
-            is_key = order < heads * tokens
-            error = jnp.where(is_key[..., None], turned, error)
-            second = entry != order if layout.staged else None
-            codes, scale = self._encode(error, bits, second)
-            used = jnp.arange(size)[None] < mask.reshape(batch, -1).sum(-1)[:, None]
-            words = quant.bit_words(mask)  # [B, stage, 2, K, C / 32]
-            prefix = quant.popcount_prefix(words).astype(f"uint{self.prefix_bits}")
-            arrays["words"] += tuple(jnp.moveaxis(words, 1, 0))
-            arrays["prefix"] += tuple(jnp.moveaxis(prefix, 1, 0))
-            arrays["codes"] += (jnp.where(used[..., None], codes, 0).astype(jnp.uint8),)
-            arrays["scales"] += (jnp.where(used, scale, 0).astype(scale.dtype),)
-        return arrays
-
-    def _encode(self, error: Array, bits: int, second: Array | None) -> tuple[Array, Array]:
-        """Codes and scales of residuals; where `second`, of what a first code leaves of them."""
-        how = (bits, self.scale, self.rotation_seed, self.storage == "lean")
-        codes, scale = anchors.encode(error, *how)
-        if second is None:
-            return codes, scale
-        left = error - anchors.decode(codes, scale, bits, error.shape[-1], self.rotation_seed)
-        again, fine = anchors.encode(left, *how)
-        return jnp.where(second[..., None], again, codes), jnp.where(second, fine, scale)
 
 
 def _aligned(x: Array, starts: Array, size: int) -> Array:

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from kvjax import accounting, anchor_bytes, anchors, quant, registry, scores
+from kvjax import (
+    accounting,
+    anchor_bytes,
+    anchor_choice,
+    anchor_residuals,
+    anchors,
+    quant,
+    registry,
+    scores,
+)  # fmt: skip
 from kvjax.methods.anchorkv import AnchorKV
 from kvjax.methods.full import Full
 from kvjax.pallas.anchor_assign.api import anchor_assign
@@ -146,7 +155,7 @@ def test_step_4_utility_is_the_formula(floor):
     rebuilt = x + 0.3 * rng.normal(size=x.shape).astype(np.float32)
     seen = scores.observe(prompt, WINDOW)
     got = np.asarray(
-        anchors.utility(
+        anchor_residuals.utility(
             jnp.asarray(x), jnp.asarray(rebuilt), jnp.asarray(aligned(prompt.k)), seen,
             jnp.asarray(lengths, jnp.int32), rope, floor,
         )
@@ -209,7 +218,7 @@ def test_step_5_the_largest_utilities_of_the_layer_win():
     u[:, :, 1] *= 3  # one head demands more
     u[:, :, :, -5:] = -1
     counts = [jnp.asarray(c, jnp.int32) for c in ([[7, 4], [3, 9]], [[20, 30], [10, 11]])]
-    wide, narrow = anchors.choose(jnp.asarray(u), counts, [(7, 9), (20, 30)])
+    wide, narrow = anchor_residuals.choose(jnp.asarray(u), counts, [(7, 9), (20, 30)])
     for i in range(2):
         for side in range(2):
             order = np.argsort(-u[i, side].ravel())
@@ -224,7 +233,7 @@ def test_step_5_the_largest_utilities_of_the_layer_win():
 def test_step_6_residual_code(how):
     rng = np.random.default_rng(2)
     r = (rng.normal(size=(2000, 128)) * rng.random((2000, 1)) * 5).astype(np.float32)
-    codes, scale = anchors.encode(jnp.asarray(r), 2, how, 0, False)
+    codes, scale = anchor_residuals.encode(jnp.asarray(r), 2, how, 0, False)
     assert codes.shape == (2000, 32) and scale.dtype == jnp.float16
     spin = np.asarray(quant.rotation(128, 0), np.float64)
     levels = np.array(quant.lloyd_max(2))
@@ -249,7 +258,7 @@ def test_step_6_residual_code(how):
 def test_a_coded_residual_is_never_worse_than_none(magnitude, small):
     rng = np.random.default_rng(0)
     r = (rng.normal(size=(50, 16)) * magnitude).astype(np.float32)
-    codes, scale = anchors.encode(jnp.asarray(r), 2, "least_squares", 0, small)
+    codes, scale = anchor_residuals.encode(jnp.asarray(r), 2, "least_squares", 0, small)
     scale = quant.scale_decode(scale) if small else scale.astype(jnp.float32)
     levels = quant.codebook_decode(quant.unpack(codes, 2, 16), 2) * scale[:, None]
     back = np.asarray(levels @ quant.rotation(16, 0).T)
@@ -465,7 +474,7 @@ def test_one_pool_keeps_the_top_of_the_union():
     u = rng.random((2, 2, 3, 40)).astype(np.float32)
     u[:, 1] *= 4  # values matter more
     count = jnp.asarray([[50], [31]], jnp.int32)
-    (mask,) = (np.asarray(m) for m in anchors.choose(jnp.asarray(u), [count], [(50,)]))
+    (mask,) = (np.asarray(m) for m in anchor_residuals.choose(jnp.asarray(u), [count], [(50,)]))
     for i in range(2):
         order = np.argsort(-u[i].ravel())
         assert set(np.flatnonzero(mask[i])) == set(order[: int(count[i, 0])])
@@ -478,7 +487,7 @@ def test_stages_go_where_they_remove_the_most_error():
     u = np.exp(2 * rng.normal(size=(1, 2, 2, 50))).astype(np.float32)
     u[..., -3:] = -1
     first, second = np.asarray(
-        anchors.choose_stages(jnp.asarray(u), jnp.asarray([[120]], jnp.int32), (120,), 2)
+        anchor_residuals.choose_stages(jnp.asarray(u), jnp.asarray([[120]], jnp.int32), (120,), 2)
     )[0]
     assert first.sum() + second.sum() == 120 and 5 < second.sum() < 60
     assert (first | ~second).all() and not first[..., -3:].any()
@@ -514,7 +523,9 @@ def test_coverage_takes_the_farthest_token_each_time():
     chosen = np.zeros((2, 2, 36), bool)
     chosen[:, :, [12, 20, 30]] = True
     got = np.asarray(
-        anchors.cover(jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(starts), window, size, 3)
+        anchor_choice.cover(
+            jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(starts), window, size, 3
+        )
     )
     unit = x / np.linalg.norm(x, axis=-1, keepdims=True)
     for b in range(2):
