@@ -14,6 +14,7 @@ from kvjax.gear_body import Chunks, Recipe, channel_dtype, outlier_pairs
 from kvjax.methods.full import full_at
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.registry import register
+from kvjax.ring import ring_tokens, take
 from kvjax.rope import Rope, rotate
 from kvjax.storage import left_align, position_dtype, shift, write_rows
 from kvjax.types import LayerInfo, PromptKV, PromptShape
@@ -94,9 +95,7 @@ class GEARCache:
 
     def _ring_positions(self) -> Array:
         """i32[B, 2R], the position of the token in each ring slot, -1 = none."""
-        ring = 2 * self.residual
-        last = self.lengths[:, None] - 1
-        index = last - (last - jnp.arange(ring, dtype=jnp.int32)[None]) % ring
+        index = ring_tokens(self.lengths, 2 * self.residual)
         here = (index >= self.folded[:, None]) & (index >= 0)
         return jnp.where(here, index + self.shift[:, None], -1)
 
@@ -223,10 +222,8 @@ class GEAR:
         rank = self._rank(self.decode_rank, dim)
         # The most tokens that are not yet coded, and those to come.
         later = -(-(residual - 1 + info.reserve) // residual)
-        slot = jnp.arange(2 * residual, dtype=jnp.int32)[None]
-        last = lengths[:, None] - 1
-        index = jnp.maximum(last - (last - slot) % (2 * residual), 0)
-        k_ring, v_ring = (jax.vmap(lambda row, at: row[:, at])(x, index) for x in (k, v))
+        index = jnp.maximum(ring_tokens(lengths, 2 * residual), 0)
+        k_ring, v_ring = take(k, index), take(v, index)
         return GEARCache(
             Chunks.encode(*head, coded, self._rank(self.prefill_rank, dim), recipe),
             Chunks.empty(prompt.k, later, rank, recipe),

@@ -261,9 +261,7 @@ class KIVI:
         k, v = jnp.pad(k, room), jnp.pad(v, room)
         k_codes, k_scale, k_zero = quant.group_quantize(k, self.k_bits, group, axis=2)
         v_codes, v_scale, v_zero = quant.group_quantize(v, self.v_bits, group, axis=3)
-        slot = jnp.arange(2 * residual, dtype=jnp.int32)[None]
-        last = lengths[:, None] - 1
-        index = jnp.maximum(last - (last - slot) % (2 * residual), 0)
+        index = jnp.maximum(ring_tokens(lengths, 2 * residual), 0)
         return KIVICache(
             quant.pack(k_codes, self.k_bits), k_scale, k_zero,
             quant.pack(v_codes, self.v_bits), v_scale, v_zero,

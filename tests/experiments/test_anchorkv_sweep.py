@@ -27,7 +27,7 @@ def test_arms_meet_their_targets_or_say_what_they_reach():
     limits = {arm.label for arm in planned if arm.limit and arm.limit.startswith("limit")}
     assert "anchorkv:paper_short" in limits  # plain storage does not reach 40x here
     points = [a.method.layer_bytes(SHAPE) for a in planned if a.label == "kivi"]
-    assert len(points) == 3
+    assert len(points) == len(registry.make("kivi").points())
     own = [a.method.layer_bytes(SHAPE) for a in planned if a.label == "anchorkv"]
     for point in points:  # AnchorKV also runs at exactly the bytes of each of KIVI's settings
         assert any(0 <= point - mine <= 0.02 * point for mine in own)
@@ -63,7 +63,7 @@ def test_each_setting_compiles_once_for_all_layers_and_batches(tmp_path):
     with Run.create(config, tmp_path) as made:
         run(config, made)
         settings = {(r["method"], r["target_ratio"]) for r in made.rows}
-    assert len(settings) == 6  # full, anchorkv, snapkv and three of kivi
+    assert len(settings) == 7  # full, anchorkv, snapkv and four of kivi
     assert decode._compress._cache_size() - before <= len(settings) + 1  # and the no-op arm
 
 
