@@ -211,7 +211,8 @@ class Dense:
         Raises:
             ValueError: if the cache holds more slots than that.
         """
-        k, v, positions = getattr(cache, "body", cache).materialize()
+        source = cache.body if isinstance(cache, BodyTail) else cache  # an empty tail has no part
+        k, v, positions = source.materialize()
         extra = slots - k.shape[2]
         if extra < 0:
             raise ValueError(f"slots={slots} must be at least the cache's {k.shape[2]}.")
