@@ -113,20 +113,26 @@ class GEARCache:
         return replace(self, later=self.later.append(one, self.recent >= residual))
 
     def materialize(self) -> tuple[Array, Array, Array]:
-        """What step attends to, dense. See `types.LayerCache.materialize`."""
+        """What step attends to, dense, in token order. See `types.LayerCache.materialize`."""
         batch, heads = self.k_ring.shape[:2]
-        parts, starts = [], jnp.zeros_like(self.lengths)
-        for chunks in (self.prompt, self.later):
-            slot = jnp.arange(chunks.capacity, dtype=jnp.int32)[None]
-            positions = slot + (starts + self.shift)[:, None]
-            positions = jnp.where(slot < chunks.lengths[:, None], positions, -1)
-            k, v = (x.astype(self.k_ring.dtype) for x in chunks.dense())
-            parts.append((k, v, positions))
-            starts = starts + chunks.lengths
-        parts.append((self.k_ring, self.v_ring, self._ring_positions()))
-        k, v = (jnp.concatenate([part[i] for part in parts], 2) for i in range(2))
-        positions = jnp.concatenate([part[2] for part in parts], 1)
-        return k, v, jnp.broadcast_to(positions[:, None], (batch, heads, positions.shape[1]))
+        slots = self.prompt.capacity + self.later.capacity
+        index = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
+        first = self.prompt.lengths[:, None]
+
+        def tokens(x, at):
+            return take(x.astype(self.k_ring.dtype), jnp.clip(at, 0, x.shape[2] - 1))
+
+        out = []
+        sides = zip(
+            self.prompt.dense(), self.later.dense(), (self.k_ring, self.v_ring), strict=True
+        )
+        for old, later, ring in sides:
+            x = tokens(ring, index % ring.shape[2])
+            coded = (index < self.folded[:, None])[:, None, :, None]
+            x = jnp.where(coded, tokens(later, index - first), x)
+            out.append(jnp.where((index < first)[:, None, :, None], tokens(old, index), x))
+        positions = jnp.where(index < self.lengths[:, None], index + self.shift[:, None], -1)
+        return *out, jnp.broadcast_to(positions[:, None], (batch, heads, slots))
 
 
 @register(

@@ -20,7 +20,7 @@ def attend(view, q, positions):
 
 @pytest.mark.parametrize("case", prompts.cases())
 def test_a_view_is_what_the_cache_of_a_prompt_attends_to(case):
-    method, layer = prompts.setting(case, SHAPE.row), prompts.info(SHAPE)
+    method, layer = prompts.setting(case, SHAPE.row), prompts.info(SHAPE, 1)
     cache = compress(method, prompts.prompt(SHAPE), layer)
     view = Dense.of(cache, 160)
     assert view.k.shape == (2, 2, 160, 16)
