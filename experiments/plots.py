@@ -159,7 +159,7 @@ def panels_against_bytes(
     method: str = "method",
     y_limits: tuple[float, float] | None = None,
 ) -> Figure:
-    """Draw `against_bytes` for several groups of methods side by side, on the same axes.
+    """Draw `against_bytes` for several groups of methods, one panel below the other.
 
     Args:
         panels: title of each panel and its rows.
@@ -172,8 +172,8 @@ def panels_against_bytes(
         y_limits: limits of the vertical axis, such as (0, 100).
     """
     with matplotlib.rc_context(_RC):
-        figure = Figure(figsize=(5.6 * len(panels), 5.2))
-        every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        figure = Figure(figsize=(9.6, 4.4 * len(panels)))
+        every = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         values = [r[x] for rows in panels.values() for r in rows if r.get(y) is not None]
         for axes, (name, rows) in zip(every, panels.items(), strict=True):
             drawn = [r for r in rows if r.get(y) is not None]
@@ -186,9 +186,9 @@ def panels_against_bytes(
                 margin = 0.03 * (y_limits[1] - y_limits[0])
                 axes.set_ylim(y_limits[0] - margin, y_limits[1] + margin)
             axes.set_title(name, loc="left")
-            axes.set_xlabel(x_label)
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
-        every[0].set_ylabel(y_label)
+            axes.set_ylabel(y_label)
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        every[-1].set_xlabel(x_label)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         return figure
 
