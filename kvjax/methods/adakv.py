@@ -63,13 +63,14 @@ class AdaKV:
         """
         if self.layers not in ("uniform", "pyramid"):
             raise ValueError(f"layers={self.layers!r} must be 'uniform' or 'pyramid'.")
-        if self.layers == "uniform":
-            return self
-        check_budget(self)
-        budgets = select.pyramid_budgets(
-            self.budget, self.window, num_layers, self.beta, self.prompt_tokens
-        )
-        return dataclasses.replace(self, budget=budgets[layer])
+        own = self.budget
+        if self.layers == "pyramid":
+            check_budget(self)
+            own = select.pyramid_budgets(
+                self.budget, self.window, num_layers, self.beta, self.prompt_tokens
+            )[layer]
+        # Without the prompt's length, so that prompts of like lengths share a compilation.
+        return dataclasses.replace(self, budget=own, prompt_tokens=None)
 
     def layer_bytes(self, shape: PromptShape) -> int:
         """Live bytes of one row and layer, tail excluded."""

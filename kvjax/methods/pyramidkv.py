@@ -54,7 +54,8 @@ class PyramidKV:
         budgets = select.pyramid_budgets(
             self.budget, self.window, num_layers, self.beta, self.prompt_tokens
         )
-        return dataclasses.replace(self, budget=budgets[layer])
+        # Without the prompt's length, so that prompts of like lengths share a compilation.
+        return dataclasses.replace(self, budget=budgets[layer], prompt_tokens=None)
 
     def score(self, prompt: PromptKV, info: LayerInfo) -> Array:
         """Pooled window scores f32[B, K, T]; the window itself is not scored."""
