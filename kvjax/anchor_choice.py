@@ -49,7 +49,7 @@ def choose_anchors(
     protected = jax.vmap(jax.vmap(lambda row, at, on: row.at[at].set(on)))(
         jnp.zeros((batch, heads, before), bool), order, attended
     )
-    if method.anchor_choice == "coverage":
+    if method.anchor_choice == "coverage" and extra:
         sides = jnp.stack([prompt.k_unrotated, prompt.v], 1).astype(jnp.float32)
         sides = sides if mean is None else sides - mean[:, :, :, None].astype(jnp.float32)
         share = jnp.round(method.attention_share * extra).astype(jnp.int32)
@@ -69,13 +69,13 @@ def choose_anchors(
 
     sides = [prompt.k_unrotated, prompt.v]
     far = jnp.stack([take(x, columns) for x in sides], 1)
-    last = jnp.stack([x[:, :, before:] for x in sides], 1)
+    last = exact = jnp.stack([x[:, :, before:] for x in sides], 1)
     if mean is not None:
         far, last = (x.astype(jnp.float32) - mean[:, :, :, None] for x in (far, last))
     held = jnp.arange(extra)[None] < jnp.minimum(before - starts, extra)[:, None]
     far = jnp.where(held[:, None, None, :, None], far, 0)
     filled = jnp.arange(before, total)[None] >= prompt.starts[:, None]
-    last = jnp.where(filled[:, None, None, :, None], last, 0)
+    last, exact = (jnp.where(filled[:, None, None, :, None], x, 0) for x in (last, exact))
     if method.storage == "plain":
         together = jnp.concatenate([far, last], 3)
         stored = {"anchors": together, "anchor_scales": None, "window": None}
@@ -90,7 +90,7 @@ def choose_anchors(
     if not method.exact_window:
         return stored | {"window": None}, near, positions
     return (
-        stored | {"window": last},
+        stored | {"window": exact},  # as it is: the mean is taken from what is coded
         jnp.concatenate([near, last.astype(near.dtype)], 3),
         positions,
     )

@@ -105,7 +105,7 @@ class AnchorBody:
             if self.anchor_scales is not None:
                 scale = self.anchor_scales[..., -self.window_size :, None].astype(jnp.float32)
                 held = held.astype(jnp.float32) * scale
-        if self.mean is not None:
+        if self.mean is not None and self.window is None:
             held = held.astype(jnp.float32) + self.mean.astype(jnp.float32)[:, :, :, None]
         slot = jnp.arange(self.window_size, dtype=jnp.int32)[None]
         positions = self.lengths[:, None] - self.window_size + slot

@@ -16,7 +16,21 @@ from kvjax.types import LayerInfo, PromptKV, PromptShape
 SMALL = {"group": 16, "residual_length": 32}
 # The forms in which a method is tested: its preset and hyperparameters.
 VARIANTS = {
-    "anchorkv": {"lean": ("default", {}), "plain": ("paper_short", {})},
+    "anchorkv": {
+        "lean": ("default", {}),
+        "plain": ("paper_short", {}),
+        "options": (
+            "",
+            {
+                "exact_window": True,
+                "key_share": None,
+                "wide_share": None,
+                "bits": (1, 2, 4),
+                "anchor_choice": "coverage",
+                "anchors_per_token": 2,
+            },
+        ),
+    },
     "adakv": {"uniform": ("", {}), "pyramid": ("pyramid", {})},
     "gear": {"plain": ("", {}), "kcvt": ("kcvt-gear", {"outliers": 0.1})},
     "h2o": {"step": ("", {}), "prompt": ("", {"when": "prompt", "normalize": True})},

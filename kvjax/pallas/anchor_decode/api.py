@@ -34,7 +34,7 @@ class Coded(NamedTuple):
 
     anchors: Array  # [B, 2, K, A, H] bf16/f32, or int8 with scales
     anchor_scales: Array | None  # f16[B, 2, K, A]
-    window: Array | None  # [B, 2, K, W, H], further anchors, where anchors does not hold them
+    window: Array | None  # [B, 2, K, W, H], further anchors, exact, where anchors has them not
     mean: Array | None  # [B, 2, K, H], what anchors and tokens are taken relative to
     index: Array  # uint8/uint16 [B, 2, K, J, C], or uint8 bytes of index_bits codes; J anchors each
     gamma: Array  # f16[B, 2, K, J, C], or uint8 bytes of gamma_bits codes

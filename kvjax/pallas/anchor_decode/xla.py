@@ -190,13 +190,16 @@ def _by_slot(p: Array, at: Array, size: int) -> Array:
 
 
 def dense_anchors(coded) -> Array:
-    """All anchors as values f32[B, 2, K, A + W, H], the window's last."""
+    """All anchors as values f32[B, 2, K, A + W, H], the window's last, relative to the mean."""
     anchors = coded.anchors.astype(jnp.float32)
     if coded.anchor_scales is not None:
         anchors = anchors * coded.anchor_scales.astype(jnp.float32)[..., None]
     if coded.window is None:
         return anchors
-    return jnp.concatenate([anchors, coded.window.astype(jnp.float32)], 3)
+    window = coded.window.astype(jnp.float32)
+    if coded.mean is not None:
+        window = window - coded.mean.astype(jnp.float32)[:, :, :, None]
+    return jnp.concatenate([anchors, window], 3)
 
 
 def indices(coded, widths) -> Array:
