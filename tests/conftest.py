@@ -17,6 +17,23 @@ from models import hub  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def memory_maps() -> int:
+    """Memory maps of this process; 0 where the system does not tell."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Every compiled program takes memory maps, and a process has about 65,000 of them: beyond
+    that the compiler crashes. Half way there, all programs are dropped."""
+    yield
+    if memory_maps() > 30_000:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of outside data; a test that asks for it is skipped without it."""
