@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments import anchorkv_report
 from experiments.arms import Arm
-from experiments.runner import Run
+from experiments.runner import Run, bound_programs
 from kvjax import accounting, decode, registry
 from kvjax.evaluation import continuation, needle
 from kvjax.types import PromptShape
@@ -119,6 +119,7 @@ def sweep(
             if todo:
                 for arm in measure(config, run, loaded, chunk, todo, longest, width, length):
                     progress.advance(f"{arm.label} {arm.target_ratio:.1f}x")
+                    bound_programs()
 
 
 def key(arm: Arm, prompt: Prompt, length: int) -> dict[str, Any]:

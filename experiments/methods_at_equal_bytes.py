@@ -22,7 +22,7 @@ import numpy as np
 
 from experiments import anchorkv_report, equal_bytes, methods_report
 from experiments.arms import Arm, idealised, plan, solve
-from experiments.runner import Run, main
+from experiments.runner import Run, bound_programs, main
 from kvjax import accounting, decode, registry
 from kvjax.accounting import Budget
 from kvjax.evaluation import needle
@@ -239,6 +239,7 @@ def time_methods(config: Config, run: Run, loaded: hub.Loaded, labels: Sequence[
                 }
             )  # fmt: skip
             progress.advance(arm.label)
+            bound_programs()
 
 
 def step_seconds(model: Any, params: Any, caches: Any, length: int) -> float:

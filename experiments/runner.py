@@ -291,6 +291,23 @@ def enable_compilation_cache() -> Path:
     return folder
 
 
+def bound_programs(most_maps: int = 45_000) -> None:
+    """Drop all compiled programs when they are about to use up the process's memory maps.
+
+    Every program takes some, a Linux process has about 65,000, and beyond that the compiler dies.
+    What is needed again comes from the persistent cache. To be called between cells.
+
+    Args:
+        most_maps: of the process; where the system does not tell how many, nothing is done.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return
+    if maps > most_maps:
+        jax.clear_caches()
+
+
 def experiment_name(config_class: type) -> str:
     """Return the last part of the name of the module that defines `config_class`."""
     module = sys.modules[config_class.__module__]

@@ -12,26 +12,17 @@ for _flag in _FLAGS:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from experiments.runner import bound_programs  # noqa: E402
 from models import hub  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def memory_maps() -> int:
-    """Memory maps of this process; 0 where the system does not tell."""
-    try:
-        return Path("/proc/self/maps").read_bytes().count(b"\n")
-    except OSError:
-        return 0
-
-
 @pytest.fixture(autouse=True)
-def few_programs():
-    """Every compiled program takes memory maps, and a process has about 65,000 of them: beyond
-    that the compiler crashes. Half way there, all programs are dropped."""
+def bounded():
+    """Programs of earlier tests are dropped before they use up the process's memory maps."""
     yield
-    if memory_maps() > 30_000:
-        jax.clear_caches()
+    bound_programs()
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments import plots
+from experiments import plots, runner
 from experiments.report import Column, Progress, interval, markdown, table
 from experiments.runner import Run, main
 
@@ -323,3 +324,13 @@ def test_plots_draw_every_method_and_take_missing_values(log_y):
     assert len(stars) == 1 and stars[0].get_xdata().tolist() == [4096]
     layers = plots.by_layer(rows[1:], "s", title="t", y_label="e", log_y=log_y)
     assert layers.axes[0].get_xlabel() == "layer"
+
+
+def test_programs_are_dropped_only_when_memory_maps_run_out():
+    double = jax.jit(lambda x: 2 * x)
+    double(1.0)
+    runner.bound_programs()
+    assert double._cache_size() == 1
+    runner.bound_programs(most_maps=0)
+    assert double._cache_size() == (0 if Path("/proc/self/maps").exists() else 1)
+    assert double(2.0) == 4.0
