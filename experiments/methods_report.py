@@ -8,6 +8,7 @@ from experiments.anchorkv_report import too_hard
 from experiments.report import Column, interval, markdown, table
 from experiments.runner import Run
 from kvjax import registry
+from kvjax.metrics import mean_interval
 
 FIELDS = ("exact", "token_match", "answer_nll", "kl", "top1", "error", "ratio", "kv_bytes")
 MOST_OF_PREFILL = 0.25  # what compressing may take of the prefill that it follows
@@ -66,10 +67,42 @@ def quality(config: Any, run: Run, rows: Sequence[dict], name: str) -> list[str]
         ),
     )  # fmt: skip
     sections = [markdown(means, columns, title), NOTES.format(seed=config.seed)]
+    if any(row["method"].startswith("anchorkv(") for row in measured):
+        sections.append(differences(measured, "anchorkv", score))
     same_tokens = [row for row in rows if row["basis"] == "idealised"]
     if same_tokens and config.idealised_ratio:
         sections.append(idealised(config, means, same_tokens, score))
     return sections
+
+
+def differences(rows: Sequence[dict], base: str, score: str) -> str:
+    """Every method minus `base`, prompt by prompt at the same bytes: what each option is worth."""
+    cells: dict[tuple, dict[tuple, dict]] = {}
+    for row in rows:
+        arm = cells.setdefault((row["target_ratio"], row["method"]), {})
+        arm[row["task"], row["prompt"]] = row
+    lines = []
+    for (ratio, method), arm in sorted(cells.items(), key=lambda item: item[0][0]):
+        own = cells.get((ratio, base))
+        if own is None or method == base:
+            continue
+        line = {"method": method, "ratio": ratio, "n": len(arm)}
+        for field in (score, "answer_nll", "kl"):
+            pairs = [(row.get(field), own[key].get(field)) for key, row in arm.items()]
+            values = [a - b for a, b in pairs if a is not None and b is not None]
+            if values:
+                middle, low, high, _ = mean_interval(values, "t")
+                line |= {field: middle, f"{field}_low": low, f"{field}_high": high}
+        lines.append(line)
+    columns = [
+        Column("method", "method"),
+        Column("asked", lambda r: f"{r['ratio']:.1f}x"),
+        Column("n", "n", "d"),
+        Column("points", interval(score, "+.0f", 100)),
+        Column("answer NLL", interval("answer_nll", "+.3f")),
+        Column("KL", interval("kl", "+.3f")),
+    ]
+    return markdown(lines, columns, f"Minus {base}, paired by prompt, 95 % intervals")
 
 
 def panels(means: Sequence[dict]) -> dict[str, list[dict]]:
