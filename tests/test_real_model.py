@@ -53,6 +53,9 @@ def test_step_is_dense_attention_over_what_the_cache_holds(slice_of, case):
         return attend_dense(rotate(model.rope, q, positions), held_k, held_v, positions, where)
 
     want = dense(after)
+    if cache.evicts:  # a step of several tokens is that many steps: the cache is the last one's
+        last = jnp.asarray([2, 1])[:, None, None, None]
+        out, want = (jnp.take_along_axis(x, last, 2) for x in (out, want))
     scale = float(jnp.abs(want).max())
     assert float(jnp.abs(out - want).max()) <= 1e-5 * max(scale, 1.0)
 

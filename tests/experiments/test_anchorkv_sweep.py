@@ -126,10 +126,10 @@ def test_bytes_above_the_target_stop_the_run():
     ("arguments", "message"),
     [
         (["--methods", "snapvk"], "unknown method 'snapvk'"),
-        (["--methods", "snapkv:paper"], "has no presets"),
+        (["--methods", "snapkv:papr"], "snapkv has no preset 'papr'"),
         (["--model", "/nowhere/model.gguf"], "model.gguf"),
         (["--model", "tiny", "--needles", "hay_7"], "must read like noise_7"),
-        (["--model", "tiny", "--ratios", "-1"], "must be positive"),
+        (["--model", "tiny", "--ratios", "-1"], "exactly one positive value"),
         (["--model", "tiny", "--lengths", "40"], "num_tokens=40"),
     ],
 )
