@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax import quant
+from kvjax.select import largest_remainder
 
 # Squared error of a unit Gaussian after coding by 1 to 8 bits (J. Max, 1960; equal steps from 5).
 DISTORTION = (0.3634, 0.1175, 0.03454, 0.009497, 0.0025, 0.00069, 0.00019, 0.0001)
@@ -234,10 +235,7 @@ def spread(
     bought = np.bincount(owner, np.clip(layers * free - before, 0, price), layers)
     if not bought.sum():  # nothing to gain anywhere
         bought = np.ones(layers)
-    exact = bought / bought.sum() * layers * steps
-    whole = np.floor(exact).astype(int)
-    rest = np.argsort(whole - exact, kind="stable")[: layers * steps - whole.sum()]
-    whole[rest] += 1
+    shares = largest_remainder(bought / bought.sum() * layers * steps, layers * steps)
     base, full = int(base_bytes(layout, num_tokens)), int(full_bytes(layout, num_tokens))
     # Half a byte: a quotient that rounds down must not cost a residual.
-    return [(base + math.floor(free * share / steps) + 0.5) / full for share in whole.tolist()]
+    return [(base + math.floor(free * share / steps) + 0.5) / full for share in shares]

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.storage import BodyTail, keep, kept_bytes, kept_tokens
+from kvjax.storage import BodyTail, keep, kept_bytes
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
 EVERYTHING = 2**31 - 1  # a budget that no prompt exceeds
@@ -37,8 +37,9 @@ def evictor(cls: _Class) -> _Class:
 
         select(prompt, info) -> columns i32[B, K, C] (ascending), lengths i32[B, K]
 
-    It may set `smallest` (the least budget that it can work with, 1 by default). What it defines
-    itself is left alone.
+    It may set `smallest` (the least budget that it can work with, 1 by default) and
+    `stored_bytes(tokens, shape)` (of a row and layer with so many tokens a KV head, linear in
+    them). What it defines itself is left alone.
     """
 
     def for_layer(self, layer: int, num_layers: int) -> Self:
@@ -53,13 +54,18 @@ def evictor(cls: _Class) -> _Class:
         """A budget that no prompt exceeds."""
         return self.with_budget(EVERYTHING)
 
+    def stored_bytes(self, tokens: int, shape: PromptShape) -> int:
+        """Live bytes of one row and layer that keeps `tokens` tokens per KV head."""
+        return kept_bytes(tokens, shape)
+
     def layer_bytes(self, shape: PromptShape) -> int:
         """Live bytes of one row and layer, tail excluded."""
-        return kept_bytes(self.budget, shape)
+        return self.stored_bytes(min(self.budget, shape.num_tokens), shape)
 
     def fit(self, target_bytes: float, shape: PromptShape) -> Self:
         """The largest budget within `target_bytes` a row and layer."""
-        tokens = min(kept_tokens(target_bytes, shape), shape.num_tokens)
+        none, one = self.stored_bytes(0, shape), self.stored_bytes(1, shape)
+        tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
         return self.with_budget(max(tokens, self.smallest))
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> BodyTail:
@@ -67,7 +73,8 @@ def evictor(cls: _Class) -> _Class:
         return keep(prompt, *self.select(prompt, info), info, self.impl)
 
     shared = {"flush_every": None, "smallest": 1}
-    shared |= {f.__name__: f for f in (for_layer, with_budget, exact, layer_bytes, fit, compress)}
+    added = (for_layer, with_budget, exact, stored_bytes, layer_bytes, fit, compress)
+    shared |= {function.__name__: function for function in added}
     for name, value in shared.items():
         if name not in vars(cls):
             setattr(cls, name, value)
@@ -88,6 +95,16 @@ def check_budget(method: Any) -> None:
             f"budget={method.budget} must be at least {least} token{'s' * (least > 1)} per KV"
             f" head{why}."
         )
+
+
+def check_when(method: Any) -> None:
+    """Refuse a word for the time of eviction that does not exist.
+
+    Raises:
+        ValueError: unless `when` is "step" or "prompt".
+    """
+    if method.when not in ("step", "prompt"):
+        raise ValueError(f"when={method.when!r} must be 'step' or 'prompt'.")
 
 
 def gather(prompt: PromptKV, columns: Array, lengths: Array) -> PromptKV:

@@ -15,7 +15,7 @@ from kvjax.attention import visible
 from kvjax.pallas import partial
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.rope import Rope, rotate, unrotate
-from kvjax.types import LayerInfo, PromptKV
+from kvjax.types import LayerInfo, PromptKV, PromptShape
 
 
 @pytree
@@ -196,7 +196,7 @@ class Rolling:
         return k, self.v, self.positions
 
 
-def rolling_bytes(tokens: int, kv_heads: int, head_dim: int, itemsize: int, scored: bool) -> int:
+def rolling_bytes(tokens: int, shape: PromptShape, scored: bool) -> int:
     """Live bytes of `Rolling` with `tokens` tokens per KV head, in one row and layer."""
-    slot = 2 * head_dim * itemsize + 4 + (4 if scored else 0)
-    return kv_heads * (tokens * slot + 4)
+    slot = 2 * shape.head_dim * shape.itemsize + 4 + (4 if scored else 0)
+    return shape.kv_heads * (tokens * slot + 4)

@@ -312,9 +312,3 @@ def kept_bytes(tokens: int, shape: PromptShape) -> int:
     """Live bytes of `keep` with `tokens` tokens per KV head, in one row and layer."""
     slot = 2 * shape.head_dim * shape.itemsize + position_dtype(shape.num_tokens).itemsize
     return min(tokens, shape.num_tokens) * shape.kv_heads * slot + 4 * shape.kv_heads + 4
-
-
-def kept_tokens(target_bytes: float, shape: PromptShape) -> int:
-    """The largest budget whose `kept_bytes` stay within `target_bytes`; 0 if none does."""
-    free = int(target_bytes) - kept_bytes(0, shape)
-    return max(free // (kept_bytes(1, shape) - kept_bytes(0, shape)), 0)

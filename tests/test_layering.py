@@ -13,24 +13,15 @@ PACKAGES = ("kvjax", "models", "experiments")
 # Bottom to top: a module imports its own layer and those before it. `quant` is at the bottom
 # because the kernels' XLA specifications unpack its codes.
 LAYERS = (
-    ("pytree", "typed", "types", "rope", "quant", "anchor_bytes", "pallas"),
+    ("pytree", "typed", "types", "rope", "quant", "pallas"),
     (
-        "attention",
-        "storage",
-        "scores",
-        "select",
-        "eviction",
-        "rolling",
-        "ring",
-        "anchors",
-        "anchor_choice",
-        "anchor_residuals",
-        "gear_body",
-    ),  # fmt: skip
+        "attention", "storage", "scores", "select", "eviction", "rolling", "ring", "anchors",
+        "anchor_bytes", "anchor_choice", "anchor_residuals", "gear_body",
+    ),
     ("methods", "registry"),
     ("decode", "turns", "accounting", "sharding", "metrics", "timing"),
     ("evaluation", "serving"),
-)
+)  # fmt: skip
 SERVING_MAY_IMPORT = {"numpy", "sklearn", "kvjax"} | set(sys.stdlib_module_names)
 PEERS = {"torch", "kvpress", "psutil"}
 

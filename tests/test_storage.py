@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import storage
+from kvjax import registry, storage
 from kvjax.methods.full import Full
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.rope import rotate, unrotate
@@ -60,14 +60,14 @@ def test_positions_fit_a_bucketed_prompt():
     assert np.iinfo(np.uint16).max == 65536 - 1
 
 
-def test_kept_tokens_inverts_kept_bytes():
+def test_a_fitted_budget_inverts_kept_bytes():
+    method = registry.make("knorm")
     for shape in (PromptShape(100, 3, 64), PromptShape(70000, 8, 128), PromptShape(9, 1, 80, 4)):
         for tokens in (1, 5, min(shape.num_tokens, 60)):
             tokens = min(tokens, shape.num_tokens)
             spent = storage.kept_bytes(tokens, shape)
-            assert storage.kept_tokens(spent, shape) == tokens
-            assert storage.kept_tokens(spent - 1, shape) == tokens - 1
-        assert storage.kept_tokens(1, shape) == 0
+            assert method.fit(spent, shape).budget == tokens
+            assert method.fit(spent - 1, shape).budget == max(tokens - 1, 1)
 
 
 @pytest.mark.parametrize("window", [1, 5, 40])

@@ -9,7 +9,7 @@ from kvjax import scores, select
 from kvjax.eviction import check_budget, evictor
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
-from kvjax.storage import BodyTail, keep_shared, kept_bytes, kept_tokens
+from kvjax.storage import BodyTail, keep_shared, kept_bytes
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
 PRESETS = {
@@ -72,14 +72,9 @@ class AdaKV:
         # Without the prompt's length, so that prompts of like lengths share a compilation.
         return dataclasses.replace(self, budget=own, prompt_tokens=None)
 
-    def layer_bytes(self, shape: PromptShape) -> int:
-        """Live bytes of one row and layer, tail excluded."""
-        return kept_bytes(self.budget, shape) + 4 * shape.kv_heads
-
-    def fit(self, target_bytes: float, shape: PromptShape) -> Self:
-        """The largest budget within `target_bytes` a row and layer."""
-        tokens = min(kept_tokens(target_bytes - 4 * shape.kv_heads, shape), shape.num_tokens)
-        return self.with_budget(max(tokens, self.smallest))
+    def stored_bytes(self, tokens: int, shape: PromptShape) -> int:
+        """Live bytes of one row and layer that keeps `tokens` tokens per KV head, on average."""
+        return kept_bytes(tokens, shape) + 4 * shape.kv_heads
 
     def compress(self, prompt: PromptKV, info: LayerInfo) -> BodyTail:
         """Keep each head's share.

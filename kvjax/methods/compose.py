@@ -36,6 +36,11 @@ class Composed:
         """The evictor's."""
         return self.evictor.smallest
 
+    @property
+    def column_sums(self) -> bool:
+        """Whether prefill should gather what the evictor ranks by."""
+        return getattr(self.evictor, "column_sums", False)
+
     def resolve(self, shape: PromptShape) -> Self:
         """Fix the static sizes of both."""
         both = []

@@ -4,135 +4,67 @@ import dataclasses
 from dataclasses import replace
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax import quant
-from kvjax.attention import dense_partial, finish, merge, visible
+from kvjax.attention import Partial, merge
 from kvjax.gear_body import Chunks, Recipe, channel_dtype, outlier_pairs
 from kvjax.methods.full import full_at
-from kvjax.pytree import METADATA, array, pytree, static
+from kvjax.pytree import pytree, static
 from kvjax.registry import register
-from kvjax.ring import ring_tokens, take
-from kvjax.rope import Rope, rotate
-from kvjax.storage import left_align, position_dtype, shift, write_rows
+from kvjax.ring import RingCache, take
+from kvjax.storage import left_align, position_dtype
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
 
 @pytree
-class GEARCache:
-    """The prompt as one coded chunk, then a chunk every R tokens, then an exact ring.
+class GEARCodes:
+    """The prompt as one coded chunk, then a chunk every R tokens: the body of a `RingCache`.
 
     Invariants, a row at a time: tokens [0, prompt.lengths) are in `prompt`, the next
-    `later.lengths` in `later`, and the rest, up to `lengths`, in the ring, whose slot is the token
-    index modulo 2R. Both coded lengths are multiples of R.
+    `later.lengths` in `later`; both are multiples of R.
     """
 
     prompt: Chunks
     later: Chunks
-    k_ring: Array = array("batch", "kv_head", "slot", "head_dim", valid="recent")  # rotated
-    v_ring: Array = array("batch", "kv_head", "slot", "head_dim", valid="recent")
-    lengths: Array = array("batch", role=METADATA)  # i32[B], tokens
-    shift: Array = array("batch", role=METADATA)  # i32[B], position minus index of a token
-    rank: int = static()  # of later chunks
-    rope: Rope = static()
     impl: str = static("auto")
-    evicts = False
-
-    @property
-    def residual(self) -> int:
-        """R, tokens."""
-        return self.later.chunk
-
-    @property
-    def step_limit(self) -> int:
-        """Tokens that one step can append: R."""
-        return self.residual
-
-    @property
-    def flush_every(self) -> int:
-        """A row's position reaches a multiple of it: `flush` codes R tokens."""
-        return self.residual
 
     @property
     def folded(self) -> Array:
-        """i32[B], tokens that are read from codes."""
+        """i32[B], coded tokens."""
         return self.prompt.lengths + self.later.lengths
 
     @property
-    def recent(self) -> Array:
-        """i32[B], tokens that are read exactly."""
-        return self.lengths - self.folded
+    def capacity(self) -> Array:
+        """i32[B], tokens that the codes have room for: a row's own prompt and the later chunks."""
+        return self.prompt.lengths + self.later.capacity
 
-    def room(self) -> Array:
-        """i32[B], tokens that can still be appended."""
-        return self.prompt.lengths + self.later.capacity - self.lengths
+    def attend(self, q: Array) -> Partial:
+        """Attention of rotated queries [B, N, T, H] that come after every coded token."""
+        return merge(self.prompt.attend(q, self.impl), self.later.attend(q, self.impl))
 
-    def step(self, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Self]:
-        """Append T <= R tokens, attend. See `types.LayerCache.step`.
+    def fold(self, k: Array, v: Array, due: Array) -> Self:
+        """Code blocks [B, K, R, H] as a new chunk, in the rows bool[B] that are due."""
+        block = jnp.full_like(self.prompt.lengths, k.shape[2])
+        rank = 0 if self.later.k_left is None else self.later.k_left.shape[3]
+        one = Chunks.encode(k, v, block, rank, self.later.recipe)
+        return replace(self, later=self.later.append(one, due))
 
-        Raises:
-            ValueError: for more tokens than the residual window.
-        """
-        steps, ring = k.shape[2], 2 * self.residual
-        if steps > self.residual:
-            raise ValueError(f"{steps} tokens at once exceed residual_length={self.residual}.")
-        dtype, real = q.dtype, positions >= 0
-        q, k = rotate(self.rope, q, positions), rotate(self.rope, k, positions)
-        index = self.lengths[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
-        slots = jnp.where(real, index % ring, ring)
-        cache = replace(
-            self,
-            k_ring=write_rows(self.k_ring, k, slots),
-            v_ring=write_rows(self.v_ring, v, slots),
-            lengths=self.lengths + real.sum(-1, dtype=jnp.int32),
-        )
-        part = merge(cache.prompt.attend(q, self.impl), cache.later.attend(q, self.impl))
-        mask = visible(positions, cache._ring_positions())
-        out = finish(merge(part, dense_partial(q, cache.k_ring, cache.v_ring, mask)))
-        return jnp.where(real[:, None, :, None], out, 0.0).astype(dtype), cache
-
-    def _ring_positions(self) -> Array:
-        """i32[B, 2R], the position of the token in each ring slot, -1 = none."""
-        index = ring_tokens(self.lengths, 2 * self.residual)
-        here = (index >= self.folded[:, None]) & (index >= 0)
-        return jnp.where(here, index + self.shift[:, None], -1)
-
-    def flush(self) -> Self:
-        """Code the oldest R recent tokens of every row that holds R of them."""
-        residual = self.residual
-        # What is folded is a multiple of R, so the block is one half of the ring.
-        at = self.folded % (2 * residual)
-        k, v = (
-            jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, residual, 1))(ring, at)
-            for ring in (self.k_ring, self.v_ring)
-        )
-        block = jnp.full_like(self.lengths, residual)
-        one = Chunks.encode(k, v, block, self.rank, self.later.recipe)
-        return replace(self, later=self.later.append(one, self.recent >= residual))
-
-    def materialize(self) -> tuple[Array, Array, Array]:
-        """What step attends to, dense, in token order. See `types.LayerCache.materialize`."""
-        batch, heads = self.k_ring.shape[:2]
+    def materialize(self) -> tuple[Array, Array]:
+        """k, v f32[B, K, S, H] in token order; valid up to `folded`."""
+        batch = self.prompt.lengths.shape[0]
         slots = self.prompt.capacity + self.later.capacity
         index = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
         first = self.prompt.lengths[:, None]
 
-        def tokens(x, at):
-            return take(x.astype(self.k_ring.dtype), jnp.clip(at, 0, x.shape[2] - 1))
+        def tokens(old, later):
+            late = take(later, jnp.clip(index - first, 0, later.shape[2] - 1))
+            early = take(old, jnp.minimum(index, old.shape[2] - 1))
+            return jnp.where((index < first)[:, None, :, None], early, late)
 
-        out = []
-        sides = zip(
-            self.prompt.dense(), self.later.dense(), (self.k_ring, self.v_ring), strict=True
-        )
-        for old, later, ring in sides:
-            x = tokens(ring, index % ring.shape[2])
-            coded = (index < self.folded[:, None])[:, None, :, None]
-            x = jnp.where(coded, tokens(later, index - first), x)
-            out.append(jnp.where((index < first)[:, None, :, None], tokens(old, index), x))
-        positions = jnp.where(index < self.lengths[:, None], index + self.shift[:, None], -1)
-        return *out, jnp.broadcast_to(positions[:, None], (batch, heads, slots))
+        k, v = map(tokens, self.prompt.dense(), self.later.dense())
+        return k, v
 
 
 @register(
@@ -209,7 +141,7 @@ class GEAR:
         exact = 2 * (n - coded) * dim * shape.itemsize
         return shape.kv_heads * (keys + values + factors + sparse + exact) + 16
 
-    def compress(self, prompt: PromptKV, info: LayerInfo) -> GEARCache:
+    def compress(self, prompt: PromptKV, info: LayerInfo) -> RingCache:
         """Code the whole blocks of the prompt as one chunk, keep the other tokens.
 
         Raises:
@@ -228,13 +160,12 @@ class GEAR:
         rank = self._rank(self.decode_rank, dim)
         # The most tokens that are not yet coded, and those to come.
         later = -(-(residual - 1 + info.reserve) // residual)
-        index = jnp.maximum(ring_tokens(lengths, 2 * residual), 0)
-        k_ring, v_ring = take(k, index), take(v, index)
-        return GEARCache(
+        body = GEARCodes(
             Chunks.encode(*head, coded, self._rank(self.prefill_rank, dim), recipe),
             Chunks.empty(prompt.k, later, rank, recipe),
-            k_ring, v_ring, lengths, shift(prompt), rank=rank, rope=info.rope, impl=self.impl,
-        )  # fmt: skip
+            impl=self.impl,
+        )
+        return RingCache.of(body, k, v, prompt, info, residual, 0)
 
     def _rank(self, rank: int, dim: int) -> int:
         """At most what an error of one block can have."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import scores, select
-from kvjax.eviction import check_budget, evictor, tokens_of
+from kvjax.eviction import check_budget, check_when, evictor, tokens_of
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
 from kvjax.rolling import Rolling, rolling_bytes
@@ -64,21 +64,15 @@ class H2O:
         """The same with a budget in tokens, in place of a share."""
         return dataclasses.replace(self, share=None, budget=tokens)
 
-    def _scored(self, tokens: int, shape: PromptShape) -> int:
+    def stored_bytes(self, tokens: int, shape: PromptShape) -> int:
+        """Live bytes of one row and layer that keeps `tokens` tokens per KV head."""
         if self.when == "prompt":
             return kept_bytes(tokens, shape)
-        kept = min(tokens, shape.num_tokens)
-        return rolling_bytes(kept, shape.kv_heads, shape.head_dim, shape.itemsize, True)
+        return rolling_bytes(tokens, shape, scored=True)
 
     def layer_bytes(self, shape: PromptShape) -> int:
         """Live bytes of one row and layer, tail excluded."""
-        return self._scored(self.resolve(shape).budget, shape)
-
-    def fit(self, target_bytes: float, shape: PromptShape) -> Self:
-        """The largest budget within `target_bytes` a row and layer."""
-        none, one = self._scored(0, shape), self._scored(1, shape)
-        tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
-        return self.with_budget(max(tokens, self.smallest))
+        return self.stored_bytes(min(self.resolve(shape).budget, shape.num_tokens), shape)
 
     def score(self, prompt: PromptKV, info: LayerInfo) -> Array:
         """Accumulated attention f32[B, K, T]."""
@@ -115,8 +109,7 @@ class H2O:
         Raises:
             ValueError: for an unknown `when` or a budget that is too small.
         """
-        if self.when not in ("step", "prompt"):
-            raise ValueError(f"when={self.when!r} must be 'step' or 'prompt'.")
+        check_when(self)
         self._check()
         sums = self.score(prompt, info)
         columns, lengths = self._select(prompt, sums)

@@ -1,13 +1,13 @@
 """StreamingLLM: attention sinks and the most recent tokens."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax import select
-from kvjax.eviction import evictor
+from kvjax.eviction import check_when, evictor
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
 from kvjax.rolling import Rolling, rolling_bytes
@@ -51,21 +51,11 @@ class StreamingLLM:
         """Tokens: the sinks and one that is recent."""
         return self.sinks + 1
 
-    def _stored(self, tokens: int, shape: PromptShape) -> int:
+    def stored_bytes(self, tokens: int, shape: PromptShape) -> int:
+        """Live bytes of one row and layer that keeps `tokens` tokens per KV head."""
         if self.when == "prompt":
             return kept_bytes(tokens, shape)
-        kept = min(tokens, shape.num_tokens)
-        return rolling_bytes(kept, shape.kv_heads, shape.head_dim, shape.itemsize, False)
-
-    def layer_bytes(self, shape: PromptShape) -> int:
-        """Live bytes of one row and layer, tail excluded."""
-        return self._stored(self.budget, shape)
-
-    def fit(self, target_bytes: float, shape: PromptShape) -> Self:
-        """The largest budget within `target_bytes` a row and layer."""
-        none, one = self._stored(0, shape), self._stored(1, shape)
-        tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
-        return self.with_budget(max(tokens, self.smallest))
+        return rolling_bytes(tokens, shape, scored=False)
 
     def select(self, prompt: PromptKV, info: LayerInfo) -> tuple[Array, Array]:
         """Columns i32[B, K, C] and lengths i32[B, K] that are kept.
@@ -87,11 +77,9 @@ class StreamingLLM:
         Raises:
             ValueError: for an unknown `when` or `positions`, or a budget that is too small.
         """
-        if self.when not in ("step", "prompt") or self.positions not in ("absolute", "cache"):
-            raise ValueError(
-                f"when={self.when!r} must be 'step' or 'prompt' and positions={self.positions!r}"
-                " 'absolute' or 'cache'."
-            )
+        check_when(self)
+        if self.positions not in ("absolute", "cache"):
+            raise ValueError(f"positions={self.positions!r} must be 'absolute' or 'cache'.")
         columns, lengths = self.select(prompt, info)
         relative = self.positions == "cache"
         if self.when == "step":

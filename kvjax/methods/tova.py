@@ -1,12 +1,12 @@
 """TOVA: keep what the last query attends to."""
 
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax import scores, select
-from kvjax.eviction import check_budget, evictor
+from kvjax.eviction import check_budget, check_when, evictor
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
 from kvjax.rolling import Rolling, rolling_bytes
@@ -34,21 +34,11 @@ class TOVA:
     when: str = static("step")  # "step": evict at every step; "prompt": once, after the prompt
     impl: str = static("auto")
 
-    def _stored(self, tokens: int, shape: PromptShape) -> int:
+    def stored_bytes(self, tokens: int, shape: PromptShape) -> int:
+        """Live bytes of one row and layer that keeps `tokens` tokens per KV head."""
         if self.when == "prompt":
             return kept_bytes(tokens, shape)
-        kept = min(tokens, shape.num_tokens)
-        return rolling_bytes(kept, shape.kv_heads, shape.head_dim, shape.itemsize, True)
-
-    def layer_bytes(self, shape: PromptShape) -> int:
-        """Live bytes of one row and layer, tail excluded."""
-        return self._stored(self.budget, shape)
-
-    def fit(self, target_bytes: float, shape: PromptShape) -> Self:
-        """The largest budget within `target_bytes` a row and layer."""
-        none, one = self._stored(0, shape), self._stored(1, shape)
-        tokens = min(int((target_bytes - none) // (one - none)), shape.num_tokens)
-        return self.with_budget(max(tokens, self.smallest))
+        return rolling_bytes(tokens, shape, scored=True)
 
     def score(self, prompt: PromptKV, info: LayerInfo) -> Array:
         """The last query's attention, a mean over all heads: f32[B, K, T]."""
@@ -70,8 +60,7 @@ class TOVA:
         Raises:
             ValueError: for an unknown `when` or a budget below 1.
         """
-        if self.when not in ("step", "prompt"):
-            raise ValueError(f"when={self.when!r} must be 'step' or 'prompt'.")
+        check_when(self)
         seen = self.score(prompt, info)
         columns, lengths = self._select(prompt, seen)
         if self.when == "prompt":

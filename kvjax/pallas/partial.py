@@ -86,10 +86,11 @@ def expand(mask: Array, heads: int, kv_heads: int) -> Array:
 
 
 def fields(packed: Array, bits: int, size: int) -> Array:
-    """Unpack codes in the cheapest order: four bytes at a time, a shift a field.
+    """Unpack codes in the cheapest order: a word at a time, a shift a field.
 
     `quant.unpack` restores the order of the codes, which a CPU cannot do in whole words. A product
-    sums in any order: give its other operand `field_order`.
+    sums in any order: give its other operand `field_order`. A smaller plane's fields fall into the
+    first plane's order, byte by byte, as the planes' widths divide each other.
 
     Args:
         packed: uint8 [..., quant.packed_size(size, bits)].
@@ -99,25 +100,43 @@ def fields(packed: Array, bits: int, size: int) -> Array:
     Returns:
         i32[..., X, Y] with X * Y = n; flat entry i is code `field_order(bits, size)[i]`.
     """
-    if not _whole_words(bits, size):
+    word, planes = _word(bits, size), quant.parts(bits)
+    if not word:
         return quant.unpack(packed, bits, size)[..., None, :]
-    quads = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
-    words = lax.bitcast_convert_type(quads, jnp.uint32)[..., None, :]
-    shift = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (packed.ndim - 1) + (-1, 1))
-    return ((words >> shift) & (2**bits - 1)).astype(jnp.int32)
+    first, at, total = planes[0][0], 0, 0
+    byte, part = np.ix_(range(word), range(8 // first))
+    for width, low in planes:
+        count, repeat = size * width // 8, first // width
+        words = packed[..., at : at + count]
+        if word > 1:
+            words = words.reshape(*packed.shape[:-1], count // word, word)
+            words = lax.bitcast_convert_type(words, {2: jnp.uint16, 4: jnp.uint32}[word])
+        at += count
+        shift = 8 * byte[..., None] + width * (repeat * part[..., None] + np.arange(repeat))
+        shift = shift.reshape((1,) * (packed.ndim - 1) + (-1, repeat, 1))
+        field = (words[..., None, None, :] >> jnp.asarray(shift, words.dtype)) & (2**width - 1)
+        field = field.reshape(*packed.shape[:-1], shift.shape[-3], -1)
+        total |= field.astype(jnp.int32) << low
+    return total
 
 
 def field_order(bits: int, size: int) -> np.ndarray:
     """The code that each entry of `fields` holds: int[size]."""
-    if not _whole_words(bits, size):
+    word = _word(bits, size)
+    if not word:
         return np.arange(size)
-    width = quant.packed_size(size, bits)  # byte j holds codes j, j + width, j + 2 width, ...
-    byte, part, word = np.ix_(range(4), range(8 // bits), range(width // 4))
-    return (part * width + 4 * word + byte).reshape(-1)
+    first = quant.parts(bits)[0][0]
+    count = size * first // 8
+    byte, part, index = np.ix_(range(word), range(8 // first), range(count // word))
+    return (part * count + word * index + byte).reshape(-1)
 
 
-def _whole_words(bits: int, size: int) -> bool:
-    return 8 % bits == 0 and size * bits % 32 == 0
+def _word(bits: int, size: int) -> int:
+    """Bytes of the widest word that divides every plane, 0 where a plane is not whole bytes."""
+    if any(size * width % 8 for width, _ in quant.parts(bits)):
+        return 0
+    counts = [size * width // 8 for width, _ in quant.parts(bits)]
+    return next(word for word in (4, 2, 1) if not any(count % word for count in counts))
 
 
 def decoded(decode: Callable[..., Any], lengths: Array, q: Array, body: Any) -> Any:

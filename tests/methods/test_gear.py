@@ -142,8 +142,8 @@ def test_every_chunk_is_backbone_low_rank_and_outliers(form):
     """Ragged rows: each has its own number of tokens, outliers and factors."""
     method, rows = gear(**FORMS[form]), rows_of(LENGTHS, R)
     cache = grown(method, rows, LENGTHS)
-    assert cache.prompt.lengths.tolist() == [n - n % R for n in LENGTHS]
-    assert cache.later.lengths.tolist() == [R] * 3
+    assert cache.body.prompt.lengths.tolist() == [n - n % R for n in LENGTHS]
+    assert cache.body.later.lengths.tolist() == [R] * 3
     k, v, where = (np.asarray(x) for x in dense(cache))
     for row, n in enumerate(LENGTHS):
         coded = n - n % R
@@ -177,7 +177,7 @@ def unpacked(packed, bits, size):
 def test_the_stored_arrays_are_all_that_is_read():
     rows = rows_of(LENGTHS, R)
     cache = grown(gear(), rows, LENGTHS)
-    for chunks in (cache.prompt, cache.later):
+    for chunks in (cache.body.prompt, cache.body.later):
         fields = {
             f.name: np.asarray(getattr(chunks, f.name))
             for f in dataclasses.fields(chunks) if f.name[:2] in ("k_", "v_")
@@ -204,7 +204,7 @@ def test_the_stored_arrays_are_all_that_is_read():
 
 @fast_jit
 def coded(method, prompt):
-    return method.compress(prompt, layer()).prompt.dense()
+    return method.compress(prompt, layer()).body.prompt.dense()
 
 
 def errors(method, x):
@@ -236,7 +236,7 @@ def test_the_backbone_is_kivis_quantizer():
     rows = rows_of((3 * R,), 0)
     prompt = make_prompt(rows, (3 * R,), 3 * R)
     plain = gear(outliers=0.0, prefill_rank=0, decode_rank=0)
-    mine = compress(plain, prompt, layer()).prompt
+    mine = compress(plain, prompt, layer()).body.prompt
     kivi = compress(KIVI(group=GROUP, residual_length=R), prompt, layer())
     for name in ("codes", "scale", "zero"):
         for side, tokens in (("k", 3 * R), ("v", 2 * R)):
@@ -326,7 +326,9 @@ def test_pads_and_the_end_of_a_row_never_leak():
             compress(gear(kcvt=kcvt), make_prompt(rows, LENGTHS, 53, noise=x), layer())
             for x in (0.0, -3e4)
         )
-        for a, b in zip(jax.tree.leaves(quiet.prompt), jax.tree.leaves(loud.prompt), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(quiet.body.prompt), jax.tree.leaves(loud.body.prompt), strict=True
+        ):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -344,13 +346,13 @@ def test_prompts_that_lost_tokens_keep_their_positions():
         q, k, v = (jnp.asarray(rows[0][x][None, :, n + i : n + i + 1]) for x in "qkv")
         at = jnp.asarray([[position]], jnp.int32)
         out, cache = step(cache, q, k, v, at)
-        counts.append(int(cache.folded[0]))
+        counts.append(int(cache.body.folded[0]))
     k, v, where = dense(cache)
     assert sorted(set(np.asarray(where)[0, 0].tolist()) - {-1}) == list(range(moved, n + moved + R))
     want = attend_dense(q, k, v, at, where)
     np.testing.assert_allclose(np.asarray(out), np.asarray(want), atol=1e-5, rtol=0)
     assert counts[0] == counts[-1] == 2 * R  # 9 tokens at position 3 R: not a block yet
-    assert int(cache.recent[0]) == R + 3 and int(flush(cache).folded[0]) == 3 * R
+    assert int(cache.recent[0]) == R + 3 and int(flush(cache).body.folded[0]) == 3 * R
 
 
 def low_rank(error, rank):

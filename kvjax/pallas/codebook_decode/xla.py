@@ -60,7 +60,7 @@ def _features(codes: Array, parts: tuple[Any, ...]) -> list[Array]:
     """Levels and signs of every part: f32[lead, S, X, Y] each, in the order of `_orders`."""
     out, at = [], 0
     for part in parts:
-        own = _fields(codes[..., at : at + part.code_bytes], part.bits, part.dim)
+        own = partial.fields(codes[..., at : at + part.code_bytes], part.bits, part.dim)
         at += part.code_bytes
         if part.level_bits:
             index = own & (2**part.level_bits - 1)
@@ -72,7 +72,7 @@ def _features(codes: Array, parts: tuple[Any, ...]) -> list[Array]:
 
 def _orders(parts: tuple[Any, ...]) -> list[np.ndarray]:
     """The channel of its part that each entry of `_features` is: int[H] each."""
-    each = [(_field_order(p.bits, p.dim), (p.level_bits > 0) + p.signs) for p in parts]
+    each = [(partial.field_order(p.bits, p.dim), (p.level_bits > 0) + p.signs) for p in parts]
     return [order for order, times in each for _ in range(times)]
 
 
@@ -87,48 +87,3 @@ def _scales(scales: Array, parts: tuple[Any, ...]) -> list[Array]:
             out.append(norm * scales[..., at + 1] * part.sign_scale)
         at += part.scales
     return out
-
-
-def _fields(packed: Array, bits: int, size: int) -> Array:
-    """Unpack codes a word at a time: i32[..., X, Y], flat entry i is code `_field_order[i]`.
-
-    As `partial.fields`, for any width: a smaller plane's fields fall into the first plane's order,
-    byte by byte, as the planes' widths divide each other.
-    """
-    word, planes = _word(bits, size), quant.parts(bits)
-    if not word:
-        return quant.unpack(packed, bits, size)[..., None, :]
-    first, at, total = planes[0][0], 0, 0
-    byte, part = np.ix_(range(word), range(8 // first))
-    for width, low in planes:
-        count, repeat = size * width // 8, first // width
-        words = packed[..., at : at + count]
-        if word > 1:
-            words = words.reshape(*packed.shape[:-1], count // word, word)
-            words = lax.bitcast_convert_type(words, {2: jnp.uint16, 4: jnp.uint32}[word])
-        at += count
-        shift = 8 * byte[..., None] + width * (repeat * part[..., None] + np.arange(repeat))
-        shift = shift.reshape((1,) * (packed.ndim - 1) + (-1, repeat, 1))
-        field = (words[..., None, None, :] >> jnp.asarray(shift, words.dtype)) & (2**width - 1)
-        field = field.reshape(*packed.shape[:-1], shift.shape[-3], -1)
-        total |= field.astype(jnp.int32) << low
-    return total
-
-
-def _field_order(bits: int, size: int) -> np.ndarray:
-    """The code that each entry of `_fields` holds: int[size]."""
-    word = _word(bits, size)
-    if not word:
-        return np.arange(size)
-    first = quant.parts(bits)[0][0]
-    count = size * first // 8
-    byte, part, index = np.ix_(range(word), range(8 // first), range(count // word))
-    return (part * count + word * index + byte).reshape(-1)
-
-
-def _word(bits: int, size: int) -> int:
-    """Bytes of the widest word that divides every plane, 0 where a plane is not whole bytes."""
-    if any(size * width % 8 for width, _ in quant.parts(bits)):
-        return 0
-    counts = [size * width // 8 for width, _ in quant.parts(bits)]
-    return next(word for word in (4, 2, 1) if not any(count % word for count in counts))
