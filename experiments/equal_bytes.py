@@ -196,6 +196,7 @@ def measure(
                 "depth": prompt.depth,
                 "aware": config.aware,
                 "limit": arm.limit,
+                "setting": repr(arm.method),
                 "ratio": ratios[i],
                 "removed": 1 - 1 / ratios[i],
                 "kv_bytes": int(stored[i]),

@@ -28,6 +28,7 @@ def report(config: Any, run: Run, name: str) -> None:
         sections.append(f"Left out, because the full cache itself solves too few: {left}.\n")
     if timed:
         sections.append(timing(timed, name))
+    sections.append(settings([row["method"] for row in run.rows]))
     run.write_summary("\n".join(sections))
 
 
@@ -188,6 +189,14 @@ def timing(rows: Sequence[dict], name: str) -> str:
         f"\nThe dearest compression is {worst['method']}'s: {worst['share']:.1%} of the prefill."
         " Medians on a shared machine; ratios compare what ran within the same minutes.\n"
     )
+
+
+def settings(labels: Sequence[str]) -> str:
+    """What each label stands for; the budget is solved for, every other hyperparameter holds."""
+    lines = []
+    for label in dict.fromkeys(labels):
+        lines.append({"method": label, "setting": f"`{registry.make(label)!r}`"})
+    return markdown(lines, [Column("method", "method"), Column("", "setting")], "Settings")
 
 
 NOTES = (

@@ -149,14 +149,15 @@ def recompress(
         ValueError: if the method needs other queries, or tokens that were evicted; if the KV heads
             of a layer hold different numbers of tokens.
     """
-    name, window = type(method).__name__, recent.shape[1]
-    if getattr(method, "queries", "") == "all" or getattr(method, "column_sums", False):
+    name, window = getattr(method, "name", type(method).__name__), recent.shape[1]
+    ranker = getattr(method, "evictor", method)  # of two methods in a row, the first
+    if getattr(ranker, "queries", "") == "all" or getattr(ranker, "column_sums", False):
         raise ValueError(
             f"{name} ranks by all queries of the prompt, which are gone: take another."
         )
-    if (getattr(method, "window", 0) or 0) > window:
-        raise ValueError(f"recent holds {window} tokens: it must hold window={method.window}.")
-    if getattr(method, "positions", "absolute") != "absolute":
+    if (getattr(ranker, "window", 0) or 0) > window:
+        raise ValueError(f"recent holds {window} tokens: it must hold window={ranker.window}.")
+    if getattr(ranker, "positions", "absolute") != "absolute":
         raise ValueError(f"{name} with positions='cache' moves its sinks: it must be 'absolute'.")
     positions = np.asarray(_next_positions(caches[0]))[:, None] - np.arange(window, 0, -1)[None]
     queries = _queries(model, params, tuple(caches), recent, jnp.asarray(positions, jnp.int32))
@@ -171,7 +172,7 @@ def recompress(
             )
         if (counts[:, 0] == total).all():  # nothing was evicted: a prompt like any other
             prompt = replace(prompt, positions=None, next_positions=None)
-        elif not hasattr(method, "select"):
+        elif not hasattr(ranker, "select"):
             raise ValueError(
                 f"layer {index} holds {counts[:, 0].tolist()} of {total.tolist()} tokens:"
                 f" {name} needs all of them."

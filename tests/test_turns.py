@@ -160,8 +160,12 @@ def test_what_cannot_be_recompressed_says_so():
 
     with pytest.raises(ValueError, match="all queries"):
         again(registry.make("expected_attention", budget=20))
+    with pytest.raises(ValueError, match="h2o.kivi ranks by all queries"):
+        again(registry.make("h2o+kivi"))
     with pytest.raises(ValueError, match="window=32"):
         again(registry.make("snapkv", budget=40))
+    with pytest.raises(ValueError, match="window=32"):
+        again(registry.make("snapkv+kivi"))
     with pytest.raises(ValueError, match="needs all of them"):
         again(registry.make("kivi", group=16, residual_length=16))
     with pytest.raises(ValueError, match="must have 1 or more"):
