@@ -96,7 +96,7 @@ def missing(run: Run, layer: int, heads: int) -> bool:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def residuals(method: GEAR, prompt: Any, info: LayerInfo, ranks: tuple[int, ...]) -> Any:
     """For keys and values: x and its error f32[K, T, H], and low-rank terms, one a rank."""
-    rebuilt = method.compress(prompt, info).prompt.dense()
+    rebuilt = method.compress(prompt, info).body.prompt.dense()
     out = []
     for x, y in zip((prompt.k, prompt.v), rebuilt, strict=True):
         error = x - y
