@@ -180,10 +180,9 @@ def tables(rope: Rope, positions: Array) -> tuple[Array, Array]:
     Returns:
         cos and sin, f32[..., R/2].
     """
-    inv_freq = jnp.asarray(np.asarray(rope.inv_freq, np.float32))
-    angles = jnp.maximum(positions, 0).astype(jnp.float32)[..., None] * jnp.reshape(
-        inv_freq, (1,) * positions.ndim + (-1,)
-    )
+    # numpy's: for a device that is not there, JAX has nothing to compute a constant on
+    inv_freq = np.asarray(rope.inv_freq, np.float32).reshape((1,) * positions.ndim + (-1,))
+    angles = jnp.maximum(positions, 0).astype(jnp.float32)[..., None] * inv_freq
     return jnp.cos(angles) * rope.attention_scaling, jnp.sin(angles) * rope.attention_scaling
 
 

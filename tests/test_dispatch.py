@@ -44,8 +44,12 @@ def test_every_op_and_method_passes_the_request_on():
     ]
     shape = Shape(16, 2, 1, (20,))
     for method in (Full(impl="bogus"), KIVI(group=16, residual_length=16, impl="bogus")):
-        cache = prompts.compress(method, prompts.prompt(shape), prompts.info(shape))
-        calls.append(lambda cache=cache: cache.step(*prompts.step_inputs(shape, 1)))
+
+        def use(method=method):  # a quantizer asks for a kernel when it compresses, full in a step
+            cache = prompts.compress(method, prompts.prompt(shape), prompts.info(shape))
+            return cache.step(*prompts.step_inputs(shape, 1))
+
+        calls.append(use)
     for call in calls:
         with pytest.raises(ValueError, match="impl='bogus'"):
             call()

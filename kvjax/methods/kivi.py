@@ -11,6 +11,7 @@ from jax import Array
 from kvjax import quant
 from kvjax.attention import Partial, dense_partial, finish, merge, visible
 from kvjax.methods.full import full_at
+from kvjax.pallas.group_quantize.api import group_quantize
 from kvjax.pallas.quant_decode.api import quant_decode
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.registry import register
@@ -101,11 +102,13 @@ class KIVICache:
         q, k = rotate(self.rope, q, positions), rotate(self.rope, k, positions)
         index = self.lengths[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
         slots = jnp.where(real, index % ring, ring)
-        codes, scale, zero = quant.group_quantize(v, self.v_bits, self.group, axis=3)
+        codes, scale, zero = group_quantize(
+            v, bits=self.v_bits, group=self.group, axis=3, impl=self.impl
+        )
         rows = jnp.where(real, index, self.v_codes.shape[2])
         cache = replace(
             self,
-            v_codes=write_rows(self.v_codes, quant.pack(codes, self.v_bits), rows),
+            v_codes=write_rows(self.v_codes, codes, rows),
             v_scale=write_rows(self.v_scale, scale, rows),
             v_zero=write_rows(self.v_zero, zero, rows),
             k_ring=write_rows(self.k_ring, k, slots),
@@ -155,7 +158,9 @@ class KIVICache:
         block = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, residual, 1))(
             self.k_ring, at
         )
-        codes, scale, zero = quant.group_quantize(block, self.k_bits, self.group, axis=2)
+        codes, scale, zero = group_quantize(
+            block, bits=self.k_bits, group=self.group, axis=2, impl=self.impl
+        )
 
         def fold(buffer, x):
             first = self.k_folded // residual * x.shape[2]
@@ -164,7 +169,7 @@ class KIVICache:
 
         return replace(
             self,
-            k_codes=fold(self.k_codes, quant.pack(codes, self.k_bits)),
+            k_codes=fold(self.k_codes, codes),
             k_scale=fold(self.k_scale, scale),
             k_zero=fold(self.k_zero, zero),
             k_folded=self.k_folded + jnp.where(full, residual, 0),
@@ -259,12 +264,11 @@ class KIVI:
         room = ((0, 0), (0, 0), (0, capacity - total), (0, 0))
         k, v = (left_align(x, prompt.starts) for x in (prompt.k, prompt.v))
         k, v = jnp.pad(k, room), jnp.pad(v, room)
-        k_codes, k_scale, k_zero = quant.group_quantize(k, self.k_bits, group, axis=2)
-        v_codes, v_scale, v_zero = quant.group_quantize(v, self.v_bits, group, axis=3)
+        keys = group_quantize(k, bits=self.k_bits, group=group, axis=2, impl=self.impl)
+        values = group_quantize(v, bits=self.v_bits, group=group, axis=3, impl=self.impl)
         index = jnp.maximum(ring_tokens(lengths, 2 * residual), 0)
         return KIVICache(
-            quant.pack(k_codes, self.k_bits), k_scale, k_zero,
-            quant.pack(v_codes, self.v_bits), v_scale, v_zero,
+            *keys, *values,
             take(k, index), take(v, index),
             lengths, lengths - lengths % residual, jnp.maximum(lengths - residual, 0),
             shift(prompt),

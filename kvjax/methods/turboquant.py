@@ -12,6 +12,8 @@ from kvjax import quant
 from kvjax.attention import Partial, finish
 from kvjax.methods.full import full_at
 from kvjax.pallas.codebook_decode.api import Part, codebook_decode
+from kvjax.pallas.codebook_encode.api import codebook_encode
+from kvjax.pallas.codebook_encode.xla import product
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.registry import register
 from kvjax.rope import Rope, rotate
@@ -36,35 +38,14 @@ class Coder:
     corrected: bool = static()  # norms are stored over the norm of the decoded levels
     seed: int = static()
 
-    def encode(self, x: Array) -> tuple[Array, Array]:
+    def encode(self, x: Array, impl: str = "auto") -> tuple[Array, Array]:
         """Code vectors [B, K, T, H]: codes uint8 [B, K, T, P] and scales f16[B, K, T, C]."""
-        x = x.astype(jnp.float32)
         if self.mean is not None:
-            x = x - self.mean.astype(jnp.float32)[:, :, None]
-        peak = jnp.abs(x).max(-1, keepdims=True)  # squares of the rest neither over- nor underflow
+            x = x.astype(jnp.float32) - self.mean.astype(jnp.float32)[:, :, None]
         turn = self._matrix([self._rotation(part) for part in self.parts])
-        x, at = _product(x / jnp.where(peak > 0, peak, 1.0), turn), 0
-        codes, scales = [], []
-        for part in self.parts:
-            code, norm, *own = self._encode(part, x[..., at : at + part.dim])
-            at += part.dim
-            codes.append(quant.pack(code, part.bits))
-            scales += [peak * norm, *own]
-        scales = jnp.minimum(jnp.concatenate(scales, -1), _FLOAT16_MAX)
-        return jnp.concatenate(codes, -1), scales.astype(jnp.float16)
-
-    def _encode(self, part: Part, x: Array) -> tuple[Array, ...]:
-        """Codes i32[..., H] of a rotated part, its norm and (with signs) its residual's."""
-        norm, code, levels = _norm(x), jnp.zeros(x.shape, jnp.int32), jnp.zeros_like(x)
-        x = x / jnp.where(norm > 0, norm, 1.0)
-        if part.level_bits:
-            code = quant.coordinate_encode(x, part.level_bits, part.dim)
-            levels = quant.coordinate_decode(code, part.level_bits, part.dim)
-        if not part.signs:
-            return code, norm / _norm(levels) if self.corrected else norm
-        residual = x - levels
-        sign = _product(residual, quant.sketch(part.dim, self.seed).T) > 0
-        return code | sign.astype(jnp.int32) << part.level_bits, norm, _norm(residual)
+        return codebook_encode(
+            x, turn, parts=self.parts, corrected=self.corrected, seed=self.seed, impl=impl
+        )
 
     def decode(self, codes: Array, scales: Array) -> Array:
         """What codes stand for: f32[B, K, S, H]."""
@@ -87,11 +68,11 @@ class Coder:
 
         The products with `mean` are left out: they are the same for all tokens.
         """
-        return _product(q.astype(jnp.float32), self._spread())
+        return product(q.astype(jnp.float32), self._spread())
 
     def from_features(self, x: Array) -> Array:
         """Vectors f32[B, K, R, H] from sums of features [B, K, R, F] whose weights add to 1."""
-        x = _product(x, self._spread().swapaxes(-1, -2))
+        x = product(x, self._spread().swapaxes(-1, -2))
         return x if self.mean is None else x + self.mean.astype(jnp.float32)[:, :, None]
 
     def _rotation(self, part: Part) -> Array:
@@ -104,7 +85,7 @@ class Coder:
             turn = self._rotation(part)
             block = [turn] if part.level_bits else []
             if part.signs:
-                block.append(_product(turn, quant.sketch(part.dim, self.seed).T))
+                block.append(product(turn, quant.sketch(part.dim, self.seed).T))
             blocks.append(jnp.concatenate(block, -1))
         return self._matrix(blocks)
 
@@ -115,16 +96,6 @@ class Coder:
         matrix = jax.scipy.linalg.block_diag(*blocks)
         loud = jax.nn.one_hot(self.outliers, matrix.shape[0], dtype=jnp.int32).sum(2)
         return matrix[jnp.argsort(jnp.argsort(loud, -1, stable=True), -1)]
-
-
-def _norm(x: Array) -> Array:
-    return jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
-
-
-def _product(x: Array, matrix: Array) -> Array:
-    """x [..., H] by [H, F] or x [B, K, R, H] by [B, K, H, F], in full float32: it decides codes."""
-    how = "...h,hf->...f" if matrix.ndim == 2 else "bkrh,bkhf->bkrf"
-    return jnp.einsum(how, x, matrix, precision="highest")
 
 
 @pytree
@@ -160,7 +131,7 @@ class TurboQuantCache:
         q, k = rotate(self.rope, q, positions), rotate(self.rope, k, positions)
         index = self.lengths[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
         slots = jnp.where(real, index, self.k_codes.shape[2])  # out of range: dropped
-        coded = (*self.keys.encode(k), *self.values.encode(v))
+        coded = (*self.keys.encode(k, self.impl), *self.values.encode(v, self.impl))
         old = (self.k_codes, self.k_scales, self.v_codes, self.v_scales)
         new = [write_rows(buffer, x, slots) for buffer, x in zip(old, coded, strict=True)]
         lengths = self.lengths + real.sum(-1, dtype=jnp.int32)
@@ -264,7 +235,7 @@ class TurboQuant:
             x = jnp.where(real, left_align(x, prompt.starts).astype(jnp.float32), 0.0)
             coder = self._coder(x, real, parts)
             coders.append(coder)
-            coded += coder.encode(x)
+            coded += coder.encode(x, self.impl)
         room = ((0, 0), (0, 0), (0, info.reserve), (0, 0))
         return TurboQuantCache(
             *(jnp.pad(array, room) for array in coded), lengths, shift(prompt), *coders,

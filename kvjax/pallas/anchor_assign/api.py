@@ -1,10 +1,14 @@
 """Signature, checks and shapes of anchor_assign."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from kvjax.pallas import dispatch
-from kvjax.pallas.anchor_assign import xla
+from kvjax.pallas.anchor_assign import gpu, xla
 from kvjax.typed import typed
 
 # batch, KV heads, tokens, anchors, head dim
@@ -12,6 +16,15 @@ SHAPES = {
     "smollm2_135m": (1, 3, 2048, 64, 64),
     "llama3_8b": (1, 8, 32768, 256, 128),
 }
+
+
+def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
+    """Arguments and keyword arguments for an entry of `SHAPES`."""
+    batch, kv_heads, tokens, count, dim = shape
+    one, two = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(one, (batch, kv_heads, tokens, dim), jnp.bfloat16)
+    anchors = jax.random.normal(two, (batch, kv_heads, count, dim), jnp.float32)
+    return (x, anchors, jnp.ones((batch, kv_heads, count), bool)), {}
 
 
 @typed
@@ -31,11 +44,19 @@ def anchor_assign(
         x: [..., S, H], keys before RoPE, or values.
         anchors: f32[..., A, H], as stored (after their own quantization).
         valid: bool [..., A].
-        impl: see `dispatch.choose`.
+        impl: see `dispatch.choose`. The op has no kernel of its own for impl="tpu", which is XLA,
+            nor for impl="triton", which is impl="gpu".
 
     Returns:
         index i32[..., S] and gamma f32[..., S].
 
     Source: AnchorKV (arXiv 2608.02901), equations 1 and 2.
     """
-    return dispatch.choose("anchor_assign", impl, {"xla": xla.anchor_assign})(x, anchors, valid)
+    backends = {
+        "xla": xla.anchor_assign,
+        "gpu": gpu.anchor_assign,
+        "interpret": functools.partial(gpu.anchor_assign, interpret=True),
+        "triton": gpu.anchor_assign,
+        "tpu": xla.anchor_assign,
+    }
+    return dispatch.choose("anchor_assign", impl, backends)(x, anchors, valid)

@@ -1,12 +1,17 @@
 """Signature, arguments and shapes of anchor_decode."""
 
+import functools
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from kvjax import quant
 from kvjax.pallas import dispatch
-from kvjax.pallas.anchor_decode import xla
+from kvjax.pallas.anchor_decode import gpu, tpu, triton, xla
 from kvjax.rope import Rope
 from kvjax.typed import typed
 
@@ -51,6 +56,49 @@ class Widths(NamedTuple):
     residuals: tuple[int, ...]  # of each of Coded.residuals
     seed: int  # of the residuals' rotation
     staged: bool = False  # residuals are stages, added up, with the same codes and scales arrays
+_HEAD, _SIDES, _ROW = ("batch", "head"), ("batch", "side", "kv_head"), ("batch",)
+_EACH = Residuals(_SIDES, _SIDES, _ROW, _ROW)  # residual slots are shared by all heads: stay whole
+
+
+def axes(coded: Coded) -> tuple:
+    """Names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`."""
+    names = Coded(*[_SIDES] * 7, tuple(_EACH for _ in coded.residuals), _ROW)
+    return (_HEAD, names), (_HEAD,) * 3
+
+
+def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
+    """Arguments of an entry of `SHAPES`: plain storage, 2- and 4-bit residuals, a bfloat16 query.
+
+    A third of the residuals have 4 bits. The window's tokens are anchors.
+    """
+    batch, heads, kv_heads, tokens, dim, anchors, window, share = shape
+    draw = iter(jax.random.split(jax.random.key(seed), 12))
+    sides, anchors = (batch, 2, kv_heads), anchors + window
+
+    def residuals(bits, share):
+        # Every n-th token of each side: the slots are known without a look at the mask.
+        every = max(1, round(1 / share))
+        words, each = tokens // 32, len(range(0, tokens, every))
+        mask = jnp.broadcast_to(jnp.arange(tokens) % every == 0, (*sides, tokens))
+        words = quant.bit_words(mask)
+        slots = (batch, 2 * kv_heads * each)
+        codes = (*slots, quant.packed_size(dim, bits))
+        return Residuals(
+            words, quant.popcount_prefix(words), jax.random.bits(next(draw), codes, jnp.uint8),
+            jax.random.uniform(next(draw), slots).astype(jnp.float16),
+        )  # fmt: skip
+
+    q = jax.random.normal(next(draw), (batch, heads, 1, dim), jnp.bfloat16)
+    size = jnp.uint8 if anchors <= 256 else jnp.uint16
+    index = jax.random.randint(next(draw), (*sides, 1, tokens), 0, anchors, jnp.int32)
+    coded = Coded(
+        jax.random.normal(next(draw), (*sides, anchors, dim), jnp.bfloat16), None, None, None,
+        index.astype(size), jax.random.normal(next(draw), index.shape).astype(jnp.float16), None,
+        (residuals(2, share * 2 / 3), residuals(4, share / 3)),
+        jnp.full((batch,), tokens, jnp.int32),
+    )  # fmt: skip
+    rope = Rope(tuple(float(f) for f in 1e4 ** (-np.arange(0, dim, 2) / dim)))
+    return (q, coded), {"widths": Widths(0, 0, (2, 4), 0), "rope": rope}
 
 
 @typed
@@ -76,6 +124,11 @@ def anchor_decode(
 
     Source: AnchorKV (arXiv 2608.02901), equation 3.
     """
-    return dispatch.choose("anchor_decode", impl, {"xla": xla.anchor_decode})(
-        q, coded, widths=widths, rope=rope
-    )
+    backends = {
+        "xla": xla.anchor_decode,
+        "gpu": gpu.anchor_decode,
+        "interpret": functools.partial(gpu.anchor_decode, interpret=True),
+        "tpu": tpu.anchor_decode,
+        "triton": triton.anchor_decode,
+    }
+    return dispatch.choose("anchor_decode", impl, backends)(q, coded, widths=widths, rope=rope)

@@ -92,9 +92,9 @@ def _decode(q: Array, coded, *, widths, half: int) -> _Body:
     if widths.staged:  # the stages share one array: decode it once
         arrays = [coded.residuals]
     for stages, bits in zip(arrays, widths.residuals, strict=False):
-        levels = _levels(partial.fields(stages[0].codes, bits, dim), bits)
+        decoded = levels(partial.fields(stages[0].codes, bits, dim), bits)
         at = tuple(slots(r) for r in stages)
-        residuals.append(_Residuals(levels, scale_values(stages[0].scales), at))
+        residuals.append(_Residuals(decoded, scale_values(stages[0].scales), at))
     return _Body(
         q.astype(jnp.float32).reshape(batch, anchors.shape[2], -1, dim) * dim**-0.5,
         indices(coded, widths),
@@ -139,7 +139,7 @@ def _sum(weights: Array, r: _Residuals, spin: Array) -> Array:
     return spun.reshape(batch, kv_heads, rows, -1) @ spin.T
 
 
-def _levels(codes: Array, bits: int) -> Array:
+def levels(codes: Array, bits: int) -> Array:
     """`quant.codebook_decode` as an odd polynomial, which vectorises where a table does not."""
     if bits > 4:
         return quant.codebook_decode(codes, bits)

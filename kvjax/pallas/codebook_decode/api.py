@@ -1,14 +1,17 @@
 """Signature, checks and shapes of codebook_decode."""
 
+import functools
 import math
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float16, Int32, UInt8
 
 from kvjax import quant
 from kvjax.pallas import dispatch
-from kvjax.pallas.codebook_decode import xla
+from kvjax.pallas.codebook_decode import gpu, xla
 from kvjax.typed import typed
 
 
@@ -59,6 +62,26 @@ SHAPES = {
     "llama3_8b_4bit_prod": (1, 32, 8, 32768, (Part(128, 4, True),), (Part(128, 4),)),
     "qwen2_5_7b_2bit": (1, 28, 4, 32768, (Part(128, 2),), (Part(128, 2),)),
 }
+_HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+AXES = ((_HEAD, *[_KV] * 4, ("batch",)), (_HEAD,) * 3)
+
+
+def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
+    """Arguments of an entry of `SHAPES`: one new bfloat16 query, every token coded."""
+    batch, heads, kv_heads, tokens, keys, values = shape
+    draw = iter(jax.random.split(jax.random.key(seed), 5))
+
+    def coded(parts):
+        size = (batch, kv_heads, tokens, sum(p.code_bytes for p in parts))
+        scales = (*size[:3], sum(p.scales for p in parts))
+        norm = 1 + jax.random.uniform(next(draw), scales)
+        return jax.random.bits(next(draw), size, jnp.uint8), norm.astype(jnp.float16)
+
+    q = (batch, heads, 1, sum(p.features for p in keys))
+    q = jax.random.normal(next(draw), q, jnp.bfloat16)
+    lengths = jnp.full((batch, 1), tokens, jnp.int32)
+    return (q, *coded(keys), *coded(values), lengths), {"keys": keys, "values": values}
 
 
 @typed
@@ -109,6 +132,11 @@ def codebook_decode(
             )
     if q.shape[-1] != sum(p.features for p in keys):
         raise ValueError(f"q of {q.shape[-1]} features must be {sum(p.features for p in keys)}.")
-    return dispatch.choose("codebook_decode", impl, {"xla": xla.codebook_decode})(
+    backends = {
+        "xla": xla.codebook_decode,
+        "gpu": gpu.codebook_decode,
+        "interpret": functools.partial(gpu.codebook_decode, interpret=True),
+    }
+    return dispatch.choose("codebook_decode", impl, backends)(
         q, k_codes, k_scales, v_codes, v_scales, lengths, keys=keys, values=values
     )

@@ -1,10 +1,14 @@
 """Signature, checks and shapes of flash_prefill."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from kvjax.pallas import dispatch
-from kvjax.pallas.flash_prefill import xla
+from kvjax.pallas.flash_prefill import gpu, tpu, xla
 from kvjax.typed import typed
 
 # batch, query heads, KV heads, columns, head dim
@@ -13,6 +17,17 @@ SHAPES = {
     "llama3_8b": (1, 32, 8, 8192, 128),
     "qwen2_5_7b": (1, 28, 4, 8192, 128),
 }
+
+
+def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
+    """Arguments and keyword arguments for an entry of `SHAPES`."""
+    batch, heads, kv_heads, columns, dim = shape
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q, k, v = (
+        jax.random.normal(key, (batch, n, columns, dim), jnp.bfloat16)
+        for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    )
+    return (q, k, v, jnp.zeros(batch, jnp.int32)), {}
 
 
 @typed
@@ -44,6 +59,10 @@ def flash_prefill(
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{k.shape[1]} KV heads must divide the {q.shape[1]} query heads.")
-    return dispatch.choose("flash_prefill", impl, {"xla": xla.flash_prefill})(
-        q, k, v, starts, window=window
-    )
+    backends = {
+        "xla": xla.flash_prefill,
+        "gpu": gpu.flash_prefill,
+        "interpret": functools.partial(gpu.flash_prefill, interpret=True),
+        "tpu": tpu.flash_prefill,
+    }
+    return dispatch.choose("flash_prefill", impl, backends)(q, k, v, starts, window=window)

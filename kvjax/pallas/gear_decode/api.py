@@ -1,12 +1,16 @@
 """Signature, checks and shapes of gear_decode."""
 
+import functools
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from kvjax import quant
 from kvjax.pallas import dispatch
-from kvjax.pallas.gear_decode import xla
+from kvjax.pallas.gear_decode import gpu, xla
 from kvjax.typed import typed
 
 # batch, query heads, KV heads, tokens, head dim, bits, group, rank
@@ -30,6 +34,33 @@ class Coded(NamedTuple):
     right: Array | None  # f16 [B, K, C, r, H]
     delta: Array | None  # keys [B, K, C * e, H], values [B, K, C * t, e]
     index: Array | None  # unsigned, as delta: keys the token in its chunk, values the channel
+_HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+AXES = ((_HEAD, _KV, _KV, ("batch",)), (_HEAD,) * 3)
+
+
+def example(shape: tuple[int, ...], seed: int = 0) -> tuple[tuple, dict]:
+    """Arguments of an entry of `SHAPES`: one chunk, one new bfloat16 query, 2 % outliers."""
+    batch, heads, kv_heads, tokens, dim, bits, group, rank = shape
+    draw = iter(jax.random.split(jax.random.key(seed), 16))
+    lead = (batch, kv_heads)
+
+    def half(*rest):
+        return (jax.random.normal(next(draw), (*lead, *rest)) / 8).astype(jnp.float16)
+
+    def side(statistics, outliers, most):
+        codes = (*lead, tokens, quant.packed_size(dim, bits))
+        index = jax.random.randint(next(draw), (*lead, *outliers), 0, most, jnp.int32)
+        return Coded(
+            jax.random.bits(next(draw), codes, jnp.uint8), half(*statistics), half(*statistics),
+            half(tokens, rank), half(1, rank, dim), half(*outliers), index.astype(jnp.uint16),
+        )  # fmt: skip
+
+    q = jax.random.normal(next(draw), (batch, heads, 1, dim), jnp.bfloat16)
+    keys = side((tokens // group, dim), (max(1, tokens // 50), dim), tokens)
+    values = side((tokens, max(1, dim // group)), (tokens, max(1, dim // 50)), dim)
+    lengths = jnp.full((batch,), tokens, jnp.int32)
+    return (q, keys, values, lengths), {"chunk": tokens, "k_bits": bits, "v_bits": bits}
 
 
 @typed
@@ -70,6 +101,11 @@ def gear_decode(
             f"{tokens} keys and {values.codes.shape[2]} values must be as many, and a multiple of"
             f" chunk={chunk}."
         )
-    return dispatch.choose("gear_decode", impl, {"xla": xla.gear_decode})(
+    backends = {
+        "xla": xla.gear_decode,
+        "gpu": gpu.gear_decode,
+        "interpret": functools.partial(gpu.gear_decode, interpret=True),
+    }
+    return dispatch.choose("gear_decode", impl, backends)(
         q, keys, values, lengths, chunk=chunk, k_bits=k_bits, v_bits=v_bits
     )

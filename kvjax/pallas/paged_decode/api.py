@@ -1,10 +1,14 @@
 """Signature, checks and shapes of paged_decode."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from kvjax.pallas import dispatch
-from kvjax.pallas.paged_decode import xla
+from kvjax.pallas.paged_decode import gpu, tpu, xla
 from kvjax.typed import typed
 
 # batch, query heads, KV heads, pages of the pool, page size, head dim, pages of a row
@@ -13,6 +17,20 @@ SHAPES = {
     "llama3_8b": (8, 32, 8, 4096, 16, 128, 512),
     "qwen2_5_7b": (8, 28, 4, 1024, 64, 128, 128),
 }
+_HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+AXES = ((_HEAD, ("page", "kv_head"), ("page", "kv_head"), ("batch",), ("batch",)), (_HEAD,) * 3)
+
+
+def example(shape: tuple[int, ...], seed: int = 0) -> tuple[tuple, dict]:
+    """Arguments of an entry of `SHAPES`: bfloat16, one new token, pages in random order."""
+    batch, heads, kv_heads, pages, size, dim, count = shape
+    keys = jax.random.split(jax.random.key(seed), 4)
+    sizes = (batch, heads, 1, dim), *[(pages, kv_heads, size, dim)] * 2
+    arrays = (jax.random.normal(x, s, jnp.bfloat16) for x, s in zip(keys, sizes, strict=False))
+    table = jax.random.permutation(keys[3], pages)[: batch * count].astype(jnp.int32)
+    lengths = jnp.full((batch,), count * size, jnp.int32)
+    return (*arrays, table.reshape(batch, count), lengths), {}
 
 
 @typed
@@ -40,6 +58,10 @@ def paged_decode(
     Returns:
         o f32[B, N, T, H], m f32[B, N, T], l f32[B, N, T]: an unnormalised online softmax.
     """
-    return dispatch.choose("paged_decode", impl, {"xla": xla.paged_decode})(
-        q, k_pages, v_pages, table, lengths
-    )
+    backends = {
+        "xla": xla.paged_decode,
+        "gpu": gpu.paged_decode,
+        "interpret": functools.partial(gpu.paged_decode, interpret=True),
+        "tpu": tpu.paged_decode,
+    }
+    return dispatch.choose("paged_decode", impl, backends)(q, k_pages, v_pages, table, lengths)

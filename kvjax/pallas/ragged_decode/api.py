@@ -1,10 +1,14 @@
 """Signature, checks and shapes of ragged_decode."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from kvjax.pallas import dispatch
-from kvjax.pallas.ragged_decode import xla
+from kvjax.pallas.ragged_decode import gpu, xla
 from kvjax.typed import typed
 
 # batch, query heads, KV heads, pools, slots of a pool, head dim
@@ -13,6 +17,18 @@ SHAPES = {
     "llama3_8b": (1, 32, 8, 1, 8 * 4096, 128),
     "qwen2_5_7b": (1, 28, 4, 2, 2 * 4096, 128),
 }
+
+
+def example(shape: tuple[int, ...], seed: int = 0) -> tuple[tuple, dict]:
+    """Arguments of an entry of `SHAPES`: bfloat16, one new token, pools shared out evenly."""
+    batch, heads, kv_heads, pools, slots, dim = shape
+    keys = jax.random.split(jax.random.key(seed), 3)
+    sizes = (batch, heads, 1, dim), *[(batch, pools, slots, dim)] * 2
+    arrays = (jax.random.normal(x, s, jnp.bfloat16) for x, s in zip(keys, sizes, strict=True))
+    each = slots * pools // kv_heads
+    starts = jnp.arange(kv_heads, dtype=jnp.int32) % (kv_heads // pools) * each
+    starts = jnp.broadcast_to(starts, (batch, kv_heads))
+    return (*arrays, starts, jnp.full((batch, kv_heads), each, jnp.int32)), {}
 
 
 @typed
@@ -48,6 +64,9 @@ def ragged_decode(
             f"{k.shape[1]} pools must divide the {lengths.shape[1]} KV heads, and those the"
             f" {q.shape[1]} query heads."
         )
-    return dispatch.choose("ragged_decode", impl, {"xla": xla.ragged_decode})(
-        q, k, v, slot_starts, lengths
-    )
+    backends = {
+        "xla": xla.ragged_decode,
+        "gpu": gpu.ragged_decode,
+        "interpret": functools.partial(gpu.ragged_decode, interpret=True),
+    }
+    return dispatch.choose("ragged_decode", impl, backends)(q, k, v, slot_starts, lengths)

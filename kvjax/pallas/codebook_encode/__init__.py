@@ -1,0 +1,1 @@
+"""Rotated vectors coded coordinate by coordinate, packed, with their norms."""

@@ -1,0 +1,1 @@
+"""Codes, scales and zeros of groups of neighbours, quantized and packed in one pass."""
