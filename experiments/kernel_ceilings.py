@@ -25,7 +25,7 @@ CEILINGS: dict[str, dict[str, Ceiling]] = {
     "anchor_decode": {
         "gpu": Ceiling(registers=255, shared_bytes=50 * KIB),
         "triton": Ceiling(registers=240, shared_bytes=50 * KIB),
-        "tpu": Ceiling(vmem_bytes=8 * MIB),
+        "tpu": Ceiling(vmem_bytes=2 * MIB),
     },
     "attention_sums": {"gpu": Ceiling(registers=168, shared_bytes=48 * KIB)},
     "codebook_decode": {"gpu": Ceiling(registers=255, shared_bytes=18 * KIB)},

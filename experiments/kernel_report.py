@@ -254,7 +254,11 @@ def runs(impl: str) -> Callable[[Mapping[str, Any]], str | None]:
         ran, ops = row.get(impl), row.get("step_ops")
         if ops is None:
             return None
-        return impl if ops and not isinstance(ran, str) and set(ops) <= set(ran) else "xla"
+        fused = set() if isinstance(ran, str) else set(ops) & set(ran)
+        rest = sorted(set(ops) - fused)
+        if not fused:
+            return "xla"
+        return f"{impl}; {', '.join(rest)}: xla" if rest else impl
 
     return text
 

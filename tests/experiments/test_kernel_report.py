@@ -241,6 +241,14 @@ def test_a_step_without_a_kernel_is_a_named_fallback():
     assert kernel_coverage.fallback(["a"], ["a"]) is None
 
 
+def test_the_table_says_what_each_device_runs():
+    column = kernel_report.runs("tpu")
+    assert column({"step_ops": ["a", "b"], "tpu": ["a", "b"]}) == "tpu"
+    assert column({"step_ops": ["a", "b"], "tpu": ["a"]}) == "tpu; b: xla"
+    assert column({"step_ops": ["a"], "tpu": "a has no impl='tpu'"}) == "xla"
+    assert column({"step_ops": [], "tpu": []}) == "xla" and column({}) is None
+
+
 def test_only_a_pallas_call_counts_as_a_kernel():
     def plain(x):
         return jnp.sin(x)

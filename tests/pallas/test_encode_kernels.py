@@ -94,7 +94,6 @@ CODEBOOKS = [
     (3, (Part(80, 8),), True),
     (19, (Part(64, 3, True),), True),
     (9, (Part(48, 3), Part(16, 4)), True),
-    (4, (Part(48, 2, True), Part(16, 3, True)), False),
 ]
 
 
@@ -140,6 +139,9 @@ def test_what_the_codebook_kernel_cannot_do_is_xlas_unless_it_was_asked_for():
         run(codebook_encode, "auto", x, turn, **options),
         run(codebook_encode, "xla", x, turn, **options),
     )
+    signs = {**options, "parts": (Part(12, 2, True), Part(8, 3, True))}
+    with pytest.raises(NotImplementedError, match="one part|whole bytes"):
+        codebook_encode(x, turn, impl="interpret", **signs)
     with pytest.raises(ValueError, match="turn of shape"):
         codebook_encode(x, turn[:, :16], **options)
 

@@ -32,8 +32,8 @@ def refusal(parts: tuple[Part, ...]) -> str | None:
     for part in parts:
         if part.dim % _planes(part):
             return f"codebook_encode's kernel needs whole bytes of {_planes(part)} codes: {part}."
-        if part.signs and part.dim > 128:
-            return f"codebook_encode's kernel sketches up to 128 channels: {part}."
+        if part.signs and (part.dim > 128 or len(parts) > 1):  # registers spill
+            return f"codebook_encode's kernel sketches one part of up to 128 channels: {parts}."
     return None
 
 
