@@ -417,6 +417,8 @@ def test_the_op_refuses_what_its_parts_do_not_say():
 def test_a_step_passes_the_request_on():
     shape = Shape(16, 2, 1, (20,))
     prompt = build([tokens_of(0, 20, shape)], shape)
-    cache = compress(TurboQuant(impl="bogus"), prompt, info(shape))
+    with pytest.raises(ValueError, match="impl='bogus'"):
+        compress(TurboQuant(impl="bogus"), prompt, info(shape))
+    cache = dataclasses.replace(compress(TurboQuant(), prompt, info(shape)), impl="bogus")
     with pytest.raises(ValueError, match="impl='bogus'"):
         cache.step(*step_inputs(shape, 1))

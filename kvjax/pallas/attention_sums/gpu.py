@@ -30,7 +30,7 @@ def attention_sums(
     kv_heads, group = k.shape[1], heads // k.shape[1]
     width = max(16, pl.next_power_of_2(dim))
     exact = jnp.promote_types(q.dtype, k.dtype).itemsize > 2
-    size = 64 if dim <= 128 and not exact else 32
+    size = 16 if exact else 64 if dim <= 128 else 32
     count = pl.cdiv(columns, size)
     whole = pl.BlockSpec((None, group, count * size, width), lambda i, h: (h, 0, 0, 0))
     sums = pl.pallas_call(
@@ -51,7 +51,7 @@ def attention_sums(
         ],
         out_specs=pl.BlockSpec((None, size), lambda i, h: (h, i)),
         out_shape=jax.ShapeDtypeStruct((batch * kv_heads, columns), jnp.float32),
-        compiler_params=compat.gpu_params(8 if exact or dim > 128 else 4, 2),
+        compiler_params=compat.gpu_params(4 if exact or dim <= 128 else 8, 2),
         interpret=interpret,
         name="attention_sums",
     )(
