@@ -21,7 +21,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 # operation -> implementation
 CEILINGS: dict[str, dict[str, Ceiling]] = {
-    "anchor_assign": {"gpu": Ceiling(registers=128, shared_bytes=32 * KIB)},
+    "anchor_assign": {"gpu": Ceiling(registers=208, shared_bytes=32 * KIB)},
     "anchor_decode": {
         "gpu": Ceiling(registers=255, shared_bytes=50 * KIB),
         "triton": Ceiling(registers=240, shared_bytes=50 * KIB),
