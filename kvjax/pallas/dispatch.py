@@ -5,18 +5,23 @@ from typing import Literal, get_args
 
 import jax
 
+from kvjax.pallas import heads
+
 Impl = Literal["auto", "xla", "gpu", "triton", "tpu", "interpret"]
 _OF_DEVICE = {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
 
 
-def choose(op: str, impl: str, backends: Mapping[str, Callable]) -> Callable:
-    """Pick a backend of an op.
+def choose(
+    op: str, impl: str, backends: Mapping[str, Callable], axes: tuple | None = None
+) -> Callable:
+    """Pick a backend of an op; a kernel runs sharded under `jax.set_mesh`.
 
     Args:
         op: name of the op, for messages.
         impl: "auto" takes this device's kernel where the op has one, else XLA; any other value is
             that backend or an error: an explicit request never falls back.
         backends: name to function; always holds "xla".
+        axes: names of the op's axes (`heads.shard_over_heads`).
 
     Returns:
         The function to call.
@@ -28,7 +33,8 @@ def choose(op: str, impl: str, backends: Mapping[str, Callable]) -> Callable:
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r} must be one of {get_args(Impl)}.")
     if impl == "auto":
-        return backends.get(_OF_DEVICE.get(jax.default_backend(), "xla"), backends["xla"])
+        impl = _OF_DEVICE.get(jax.default_backend(), "xla")
+        impl = impl if impl in backends else "xla"
     if impl not in backends:
         raise NotImplementedError(f"{op} has no impl={impl!r}: it has {sorted(backends)}.")
-    return backends[impl]
+    return backends["xla"] if impl == "xla" else heads.on_mesh(backends[impl], axes)

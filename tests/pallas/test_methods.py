@@ -62,17 +62,17 @@ def traced(case, shape, impl, ratio=3.0):
     method = dataclasses.replace(prompts.setting(case, shape.row, ratio), impl="xla")
     layer = prompts.info(shape)
     cache = jax.eval_shape(lambda p: method.compress(p, layer), prompts.prompt(shape))
-    cache = _with_impl(cache, impl)
+    cache = with_impl(cache, impl)
     inputs = prompts.step_inputs(shape, 1)
     return jax.make_jaxpr(lambda cache, *x: cache.step(*x))(cache, *inputs), cache
 
 
-def _with_impl(tree, impl):
+def with_impl(tree, impl):
     """The same cache with another implementation in every node that has the choice."""
     if not dataclasses.is_dataclass(tree) or isinstance(tree, jax.ShapeDtypeStruct):
         return tree
     changes = {
-        f.name: impl if f.name == "impl" else _with_impl(getattr(tree, f.name), impl)
+        f.name: impl if f.name == "impl" else with_impl(getattr(tree, f.name), impl)
         for f in dataclasses.fields(tree)
         if f.name == "impl" or dataclasses.is_dataclass(getattr(tree, f.name))
     }
@@ -134,7 +134,7 @@ def test_step_agrees_with_the_specification(case, dtype):
     cache = compress(method, prompts.prompt(shape), prompts.info(shape))
     inputs = prompts.step_inputs(shape, 2)
     want, _ = step(cache, *inputs)
-    got, _ = step(_with_impl(cache, "interpret"), *inputs)
+    got, _ = step(with_impl(cache, "interpret"), *inputs)
     got, want = (np.asarray(x, np.float64) for x in (got, want))
     assert np.isfinite(got).all()
     limit = 3 * TOLERANCES["decode"][dtype] * max(np.abs(want).max(), 1.0)

@@ -16,6 +16,9 @@ SHAPES = {
     "smollm2_135m": (1, 3, 2048, 64, 64),
     "llama3_8b": (1, 8, 32768, 256, 128),
 }
+_KV = ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+AXES = ((_KV,) * 3, (_KV,) * 2)
 
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
@@ -59,4 +62,6 @@ def anchor_assign(
         "triton": gpu.anchor_assign,
         "tpu": xla.anchor_assign,
     }
-    return dispatch.choose("anchor_assign", impl, backends)(x, anchors, valid)
+    return dispatch.choose("anchor_assign", impl, backends, AXES if x.ndim == 4 else None)(
+        x, anchors, valid
+    )

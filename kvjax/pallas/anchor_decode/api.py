@@ -56,11 +56,13 @@ class Widths(NamedTuple):
     residuals: tuple[int, ...]  # of each of Coded.residuals
     seed: int  # of the residuals' rotation
     staged: bool = False  # residuals are stages, added up, with the same codes and scales arrays
+
+
 _HEAD, _SIDES, _ROW = ("batch", "head"), ("batch", "side", "kv_head"), ("batch",)
 _EACH = Residuals(_SIDES, _SIDES, _ROW, _ROW)  # residual slots are shared by all heads: stay whole
 
 
-def axes(coded: Coded) -> tuple:
+def axes(q: Array, coded: Coded) -> tuple:
     """Names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`."""
     names = Coded(*[_SIDES] * 7, tuple(_EACH for _ in coded.residuals), _ROW)
     return (_HEAD, names), (_HEAD,) * 3
@@ -131,4 +133,6 @@ def anchor_decode(
         "tpu": tpu.anchor_decode,
         "triton": triton.anchor_decode,
     }
-    return dispatch.choose("anchor_decode", impl, backends)(q, coded, widths=widths, rope=rope)
+    return dispatch.choose("anchor_decode", impl, backends, axes(q, coded))(
+        q, coded, widths=widths, rope=rope
+    )

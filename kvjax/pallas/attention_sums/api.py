@@ -12,6 +12,10 @@ from kvjax.pallas.attention_sums import gpu, xla
 from kvjax.pallas.flash_prefill.api import SHAPES as SHAPES
 from kvjax.typed import typed
 
+_HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+AXES = ((_HEAD, _KV, _HEAD, ("batch",)), (_KV,))
+
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
     """Arguments and keyword arguments for an entry of `SHAPES`."""
@@ -62,4 +66,4 @@ def attention_sums(
         "gpu": gpu.attention_sums,
         "interpret": functools.partial(gpu.attention_sums, interpret=True),
     }
-    return dispatch.choose("attention_sums", impl, backends)(q, k, lse, starts, last=last)
+    return dispatch.choose("attention_sums", impl, backends, AXES)(q, k, lse, starts, last=last)

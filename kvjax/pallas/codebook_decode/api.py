@@ -137,6 +137,6 @@ def codebook_decode(
         "gpu": gpu.codebook_decode,
         "interpret": functools.partial(gpu.codebook_decode, interpret=True),
     }
-    return dispatch.choose("codebook_decode", impl, backends)(
+    return dispatch.choose("codebook_decode", impl, backends, AXES)(
         q, k_codes, k_scales, v_codes, v_scales, lengths, keys=keys, values=values
     )

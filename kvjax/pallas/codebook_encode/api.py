@@ -22,6 +22,12 @@ SHAPES = {
     "qwen2_5_7b_2bit": (1, 4, 32768, 128, (Part(128, 2),)),
     "qwen2_5_7b_8bit": (1, 4, 32768, 128, (Part(128, 8),)),
 }
+_KV = ("batch", "kv_head")
+
+
+def axes(x: Array, turn: Array) -> tuple:
+    """Names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`."""
+    return (_KV, _KV if turn.ndim == 4 else ()), (_KV, _KV)
 
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
@@ -87,6 +93,6 @@ def codebook_encode(
     }
     if impl == "auto" and gpu.refusal(parts):
         impl = "xla"
-    return dispatch.choose("codebook_encode", impl, backends)(
+    return dispatch.choose("codebook_encode", impl, backends, axes(x, turn))(
         x, turn, parts=parts, corrected=corrected, seed=seed
     )

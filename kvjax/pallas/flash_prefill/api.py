@@ -17,6 +17,9 @@ SHAPES = {
     "llama3_8b": (1, 32, 8, 8192, 128),
     "qwen2_5_7b": (1, 28, 4, 8192, 128),
 }
+_HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+AXES = ((_HEAD, _KV, _KV, ("batch",)), (_HEAD, _HEAD))
 
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
@@ -65,4 +68,4 @@ def flash_prefill(
         "interpret": functools.partial(gpu.flash_prefill, interpret=True),
         "tpu": tpu.flash_prefill,
     }
-    return dispatch.choose("flash_prefill", impl, backends)(q, k, v, starts, window=window)
+    return dispatch.choose("flash_prefill", impl, backends, AXES)(q, k, v, starts, window=window)

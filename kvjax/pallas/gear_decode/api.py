@@ -34,6 +34,8 @@ class Coded(NamedTuple):
     right: Array | None  # f16 [B, K, C, r, H]
     delta: Array | None  # keys [B, K, C * e, H], values [B, K, C * t, e]
     index: Array | None  # unsigned, as delta: keys the token in its chunk, values the channel
+
+
 _HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
 # names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
 AXES = ((_HEAD, _KV, _KV, ("batch",)), (_HEAD,) * 3)
@@ -106,6 +108,6 @@ def gear_decode(
         "gpu": gpu.gear_decode,
         "interpret": functools.partial(gpu.gear_decode, interpret=True),
     }
-    return dispatch.choose("gear_decode", impl, backends)(
+    return dispatch.choose("gear_decode", impl, backends, AXES)(
         q, keys, values, lengths, chunk=chunk, k_bits=k_bits, v_bits=v_bits
     )

@@ -19,6 +19,9 @@ SHAPES = {
     "llama3_8b_values_2bit": (1, 8, 32768, 128, 2, 64, 3),
     "qwen2_5_7b_values_3bit": (1, 4, 32768, 128, 3, 32, 3),
 }
+_KV = ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+AXES = ((_KV,), (_KV,) * 3)
 
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
@@ -70,4 +73,6 @@ def group_quantize(
         "triton": gpu.group_quantize,
         "tpu": xla.group_quantize,
     }
-    return dispatch.choose("group_quantize", impl, backends)(x, bits=bits, group=group, axis=axis)
+    return dispatch.choose("group_quantize", impl, backends, AXES)(
+        x, bits=bits, group=group, axis=axis
+    )

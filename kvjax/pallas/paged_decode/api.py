@@ -64,4 +64,6 @@ def paged_decode(
         "interpret": functools.partial(gpu.paged_decode, interpret=True),
         "tpu": tpu.paged_decode,
     }
-    return dispatch.choose("paged_decode", impl, backends)(q, k_pages, v_pages, table, lengths)
+    return dispatch.choose("paged_decode", impl, backends, AXES)(
+        q, k_pages, v_pages, table, lengths
+    )

@@ -60,4 +60,4 @@ def pooled_decode(
         "interpret": functools.partial(gpu.pooled_decode, interpret=True),
         "tpu": tpu.pooled_decode,
     }
-    return dispatch.choose("pooled_decode", impl, backends)(q, k, v, lengths)
+    return dispatch.choose("pooled_decode", impl, backends, AXES)(q, k, v, lengths)

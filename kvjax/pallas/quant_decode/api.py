@@ -85,6 +85,6 @@ def quant_decode(
         "triton": triton.quant_decode,
         "tpu": tpu.quant_decode,
     }
-    return dispatch.choose("quant_decode", impl, backends)(
+    return dispatch.choose("quant_decode", impl, backends, AXES)(
         q, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, lengths, k_bits=k_bits, v_bits=v_bits
     )

@@ -17,6 +17,10 @@ SHAPES = {
     "llama3_8b": (1, 32, 8, 1, 8 * 4096, 128),
     "qwen2_5_7b": (1, 28, 4, 2, 2 * 4096, 128),
 }
+_HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
+# names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
+# A pool goes with its KV heads: there must be a multiple of a pool a device.
+AXES = ((_HEAD, *[_KV] * 4), (_HEAD,) * 3)
 
 
 def example(shape: tuple[int, ...], seed: int = 0) -> tuple[tuple, dict]:
@@ -69,4 +73,4 @@ def ragged_decode(
         "gpu": gpu.ragged_decode,
         "interpret": functools.partial(gpu.ragged_decode, interpret=True),
     }
-    return dispatch.choose("ragged_decode", impl, backends)(q, k, v, slot_starts, lengths)
+    return dispatch.choose("ragged_decode", impl, backends, AXES)(q, k, v, slot_starts, lengths)
