@@ -24,8 +24,8 @@ CEILINGS: dict[str, dict[str, Ceiling]] = {
     "anchor_assign": {"gpu": Ceiling(registers=208, shared_bytes=32 * KIB)},
     "anchor_decode": {
         "gpu": Ceiling(registers=255, shared_bytes=50 * KIB),
-        "triton": Ceiling(registers=240, shared_bytes=50 * KIB),
-        "tpu": Ceiling(vmem_bytes=2 * MIB),
+        "triton": Ceiling(registers=240, shared_bytes=76 * KIB),
+        "tpu": Ceiling(vmem_bytes=3 * MIB),
     },
     "attention_sums": {"gpu": Ceiling(registers=168, shared_bytes=48 * KIB)},
     "codebook_decode": {"gpu": Ceiling(registers=255, shared_bytes=18 * KIB)},

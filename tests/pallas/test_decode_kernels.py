@@ -201,12 +201,17 @@ def test_gear_decode_with_and_without_its_parts(absent, dtype):
     compare(gear.gear_decode, args, kwargs | {"chunk": chunk}, dtype)
 
 
-@pytest.mark.parametrize("dim,dtype", [(64, "float32"), (80, "bfloat16"), (128, "bfloat16")])
-def test_anchor_decode_with_two_widths_of_residuals(dim, dtype):
-    (q, coded), kwargs = anchor.example((2, 6, 2, 256, dim, 20, 16, 0.3))
+@pytest.mark.parametrize(
+    "dim,dtype,lean",
+    [(64, "float32", ()), (80, "bfloat16", ()), (128, "bfloat16", ()), (64, "float32", ("lean",))],
+)
+def test_anchor_decode_with_two_widths_of_residuals(dim, dtype, lean):
+    (q, coded), kwargs = anchor.example((2, 6, 2, 256, dim, 20, 16, 0.3, *lean))
     lengths = jnp.asarray([1, 251], jnp.int32)
     live = (jnp.arange(256)[None] < lengths[:, None])[:, None, None, None]
-    coded = coded._replace(gamma=jnp.where(live, coded.gamma, jnp.nan), lengths=lengths)
+    coded = coded._replace(lengths=lengths)
+    if not lean:
+        coded = coded._replace(gamma=jnp.where(live, coded.gamma, jnp.nan))
     compare(anchor.anchor_decode, cast((q, coded), dtype), kwargs, dtype)
 
 

@@ -15,10 +15,13 @@ from kvjax.pallas.anchor_decode import gpu, tpu, triton, xla
 from kvjax.rope import Rope
 from kvjax.typed import typed
 
-# batch, query heads, KV heads, tokens, head dim, anchors, window, share of sides with a residual
+# batch, query heads, KV heads, tokens, head dim, anchors, window, share of sides with a residual,
+# and "lean" for packed storage
 SHAPES = {
     "smollm2_135m": (1, 9, 3, 2048, 64, 64, 16, 0.2),
     "llama3_8b": (1, 32, 8, 32768, 128, 256, 32, 0.2),
+    "smollm2_135m_lean": (1, 9, 3, 2048, 64, 64, 16, 0.2, "lean"),
+    "llama3_8b_lean": (1, 32, 8, 32768, 128, 256, 32, 0.2, "lean"),
 }
 
 
@@ -69,38 +72,50 @@ def axes(q: Array, coded: Coded) -> tuple:
 
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
-    """Arguments of an entry of `SHAPES`: plain storage, 2- and 4-bit residuals, a bfloat16 query.
+    """Arguments of an entry of `SHAPES`: 2- and 4-bit residuals, one new bfloat16 query.
 
-    A third of the residuals have 4 bits. The window's tokens are anchors.
+    A third of the residuals have 4 bits. Plain storage has the window's tokens among the anchors;
+    lean storage packs the index, has 4-bit gamma, int8 anchors, 8-bit scales, a window and a mean.
     """
-    batch, heads, kv_heads, tokens, dim, anchors, window, share = shape
-    draw = iter(jax.random.split(jax.random.key(seed), 12))
-    sides, anchors = (batch, 2, kv_heads), anchors + window
+    batch, heads, kv_heads, tokens, dim, anchors, window, share, *lean = shape
+    draw = iter(jax.random.split(jax.random.key(seed), 16))
+    sides, total = (batch, 2, kv_heads), anchors + window
+
+    def normal(*rest, dtype=jnp.bfloat16):
+        return jax.random.normal(next(draw), (*sides, *rest)).astype(dtype)
 
     def residuals(bits, share):
         # Every n-th token of each side: the slots are known without a look at the mask.
         every = max(1, round(1 / share))
-        words, each = tokens // 32, len(range(0, tokens, every))
+        each = len(range(0, tokens, every))
         mask = jnp.broadcast_to(jnp.arange(tokens) % every == 0, (*sides, tokens))
         words = quant.bit_words(mask)
         slots = (batch, 2 * kv_heads * each)
-        codes = (*slots, quant.packed_size(dim, bits))
-        return Residuals(
-            words, quant.popcount_prefix(words), jax.random.bits(next(draw), codes, jnp.uint8),
-            jax.random.uniform(next(draw), slots).astype(jnp.float16),
-        )  # fmt: skip
+        codes = jax.random.bits(next(draw), (*slots, quant.packed_size(dim, bits)), jnp.uint8)
+        scales = jax.random.uniform(next(draw), slots) + 0.1
+        scales = quant.scale_encode(scales) if lean else scales.astype(jnp.float16)
+        return Residuals(words, quant.popcount_prefix(words), codes, scales)
 
     q = jax.random.normal(next(draw), (batch, heads, 1, dim), jnp.bfloat16)
-    size = jnp.uint8 if anchors <= 256 else jnp.uint16
-    index = jax.random.randint(next(draw), (*sides, 1, tokens), 0, anchors, jnp.int32)
-    coded = Coded(
-        jax.random.normal(next(draw), (*sides, anchors, dim), jnp.bfloat16), None, None, None,
-        index.astype(size), jax.random.normal(next(draw), index.shape).astype(jnp.float16), None,
-        (residuals(2, share * 2 / 3), residuals(4, share / 3)),
-        jnp.full((batch,), tokens, jnp.int32),
-    )  # fmt: skip
+    index = jax.random.randint(next(draw), (*sides, 1, tokens), 0, total, jnp.int32)
+    coded = residuals(2, share * 2 / 3), residuals(4, share / 3)
+    lengths = jnp.full((batch,), tokens, jnp.int32)
     rope = Rope(tuple(float(f) for f in 1e4 ** (-np.arange(0, dim, 2) / dim)))
-    return (q, coded), {"widths": Widths(0, 0, (2, 4), 0), "rope": rope}
+    if not lean:
+        size = jnp.uint8 if total <= 256 else jnp.uint16
+        stored = Coded(
+            normal(total, dim), None, None, None, index.astype(size),
+            normal(1, tokens, dtype=jnp.float16), None, coded, lengths,
+        )  # fmt: skip
+        return (q, stored), {"widths": Widths(0, 0, (2, 4), 0), "rope": rope}
+    bits = (total - 1).bit_length()
+    gamma = jax.random.bits(next(draw), (*sides, 1, quant.packed_size(tokens, 4)), jnp.uint8)
+    stored = Coded(
+        (normal(anchors, dim, dtype=jnp.float32) * 40).astype(jnp.int8),
+        jnp.full((*sides, anchors), 1 / 40, jnp.float16), normal(window, dim), normal(dim),
+        quant.pack(index, bits), gamma, normal(1, 2, dtype=jnp.float16) / 8, coded, lengths,
+    )  # fmt: skip
+    return (q, stored), {"widths": Widths(bits, 4, (2, 4), 0), "rope": rope}
 
 
 @typed
