@@ -79,6 +79,19 @@ def dense(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, Array, Arra
     return by_head(weigh(p, v), m, l, steps)
 
 
+def combine(
+    parts: tuple[Array, ...],
+    m: Array,
+    l: Array,  # noqa: E741
+    axis: int,
+) -> tuple[tuple[Array, ...], Array, Array]:
+    """Merge the partials along an axis of sums f32[..., H] each, m and l f32[...]."""
+    top = m.max(axis, keepdims=True)
+    fade = jnp.exp(m - top)
+    merged = tuple((o * fade[..., None]).sum(axis) for o in parts)
+    return merged, top.squeeze(axis), (l * fade).sum(axis)
+
+
 def expand(mask: Array, heads: int, kv_heads: int) -> Array:
     """A mask [B, 1 or K, T, S] repeated for the G query heads of a group: [B, 1 or K, G*T, S]."""
     group = heads // kv_heads

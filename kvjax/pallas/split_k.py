@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kvjax import quant
-from kvjax.pallas import compat
+from kvjax.pallas import compat, partial
 from kvjax.pallas.partial import MASKED
 
 ROWS = 16  # least rows of a product
@@ -116,18 +116,13 @@ def codes(ref: Any, at: Array, bits: int, size: int, channel: Array, first: int 
         channel: i32[channels], which codes.
         first: byte where a row's codes begin.
     """
-    at, total = jnp.minimum(at, ref.shape[0] - 1)[:, None], 0
-    for part, low in quant.parts(bits):
-        count = -(-size * part // 8)
-        byte = gather(ref, at, first + (channel % count)[None]).astype(jnp.int32)
-        field = (byte >> (channel // count * part)[None]) & ((1 << part) - 1)
-        total, first = total + (field << low), first + count
-    return total
+    at = jnp.minimum(at, ref.shape[0] - 1)[:, None]
+    return packed(ref, (at,), channel[None], bits, size, first)
 
 
-def packed(ref: Any, lead: tuple, at: Array, bits: int, size: int) -> Array:
-    """Codes i32[width] of `quant.pack` along the last axis of ref[lead], at places `at`."""
-    total, first = 0, 0
+def packed(ref: Any, lead: tuple, at: Array, bits: int, size: int, first: int = 0) -> Array:
+    """Codes of `quant.pack` along the last axis of ref[lead] at places `at`, i32 of their shape."""
+    total = 0
     for part, low in quant.parts(bits):
         count = -(-size * part // 8)
         byte = gather(ref, *lead, first + at % count).astype(jnp.int32)
@@ -272,12 +267,9 @@ def decode(
     def of_queries(x):  # [B * K, rows, ...] to [B, N, T, ...]
         return x[:, :count].reshape(batch, heads, steps, *x.shape[2:])
 
-    most = m.max(0, keepdims=True)
-    weight = jnp.exp(m - most)
-    merged = [
-        of_queries((x * weight[..., None]).sum(0))[..., :w] for x, w in zip(o, widths, strict=True)
-    ]
-    return merged, of_queries(most[0]), of_queries((l * weight).sum(0))
+    o, m, l = partial.combine(tuple(o), m, l, 0)  # noqa: E741
+    o = [of_queries(x)[..., :w] for x, w in zip(o, widths, strict=True)]
+    return o, of_queries(m), of_queries(l)
 
 
 def exact(dtype: Any) -> Any:

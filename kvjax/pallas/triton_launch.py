@@ -36,11 +36,6 @@ def launch(kernel: Any, plan: Plan) -> tuple[Array, Array, Array]:
     )
 
 
-def power(size: int, least: int = 16) -> int:
-    """The power of two that holds `size`: arrays and operands of products have no other size."""
-    return max(least, 1 << (size - 1).bit_length())
-
-
 def run(group: int, most: int) -> int:
     """The largest power of two that divides a group, at most `most`."""
     return min(group & -group, most)
@@ -69,11 +64,3 @@ def outputs(programs: int, split: int, rows: int, *dims: int) -> tuple[jax.Shape
 def product_type(q: Array) -> Any:
     """Of the operands of products: bfloat16 where the queries have 16 bits, else float32."""
     return jnp.bfloat16 if q.dtype.itemsize == 2 else jnp.float32
-
-
-def combine(parts: tuple[Array, ...], m: Array, l: Array) -> tuple[Any, Array, Array]:  # noqa: E741
-    """Merge the splits (axis 1) of sums f32[P, S, R, H] with m and l [P, S, R]."""
-    top = m.max(1)
-    fade = jnp.exp(m - top[:, None])
-    merged = tuple((o * fade[..., None]).sum(1) for o in parts)
-    return merged, top, (l * fade).sum(1)

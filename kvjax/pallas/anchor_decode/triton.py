@@ -9,6 +9,8 @@ from jax import Array, lax
 from kvjax import quant
 from kvjax.pallas import compat, partial
 from kvjax.pallas import triton_launch as common
+from kvjax.pallas.partial import combine
+from kvjax.pallas.split_k import power
 from kvjax.rope import Rope
 
 
@@ -19,7 +21,7 @@ def anchor_decode(q: Array, coded, *, widths, rope: Rope) -> tuple[Array, Array,
 
     (batch, heads, steps, dim), kv_heads = q.shape, coded.anchors.shape[2]
     parts = common.launch(triton_kernel.anchor_decode, plan(q, coded, widths, rope))
-    (o, r), m, l = common.combine(parts[:2], *parts[2:])  # noqa: E741
+    (o, r), m, l = combine(parts[:2], *parts[2:], 1)  # noqa: E741
     rows = heads // kv_heads * steps
     shape = (batch, kv_heads, rows)
     o, r, m, l = (x[:, :rows].reshape(*shape, *x.shape[2:]) for x in (o, r, m, l))  # noqa: E741
@@ -51,7 +53,7 @@ def plan(q: Array, coded, widths, rope: Rope) -> common.Plan:
     half, programs = len(rope.inv_freq), batch * kv_heads
     kind = common.product_type(q)
     queries = common.rows(q, kv_heads)
-    tokens = 32 if common.power(dim) * jnp.dtype(kind).itemsize <= 256 else 16  # in registers
+    tokens = 32 if power(dim) * jnp.dtype(kind).itemsize <= 256 else 16  # in registers
     spun = queries
     if coded.residuals:
         spin = quant.rotation(dim, widths.seed)
@@ -73,10 +75,10 @@ def plan(q: Array, coded, widths, rope: Rope) -> common.Plan:
         "ROWS": queries.shape[1],
         "BLOCK": common.ROWS,
         "DIM": dim,
-        "WIDTH": common.power(dim),
+        "WIDTH": power(dim),
         "HALF": half,
-        "HALF_WIDTH": common.power(half),
-        "REST_WIDTH": common.power(dim - 2 * half) if dim > 2 * half else 0,
+        "HALF_WIDTH": power(half),
+        "REST_WIDTH": power(dim - 2 * half) if dim > 2 * half else 0,
         "CAPACITY": capacity,
         "TURNS": coded.index.shape[3],
         "ANCHORS": coded.anchors.shape[3],

@@ -4,6 +4,8 @@ from jax import Array
 
 from kvjax.pallas import compat, partial
 from kvjax.pallas import triton_launch as common
+from kvjax.pallas.partial import combine
+from kvjax.pallas.split_k import power
 
 
 def quant_decode(
@@ -26,7 +28,7 @@ def quant_decode(
     arrays = (q, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, lengths)
     o, m, l = common.launch(triton_kernel.quant_decode, plan(arrays, k_bits, v_bits))  # noqa: E741
     (batch, heads, steps), kv_heads = q.shape[:3], k_codes.shape[1]
-    (o,), m, l = common.combine((o,), m, l)  # noqa: E741
+    (o,), m, l = combine((o,), m, l, 1)  # noqa: E741
     rows = heads // kv_heads * steps
     o, m, l = (x[:, :rows].reshape(batch, kv_heads, rows, *x.shape[2:]) for x in (o, m, l))  # noqa: E741
     return partial.by_head(o, m, l, steps)
@@ -47,7 +49,7 @@ def plan(arrays: tuple[Array, ...], k_bits: int, v_bits: int) -> common.Plan:
     batch, dim, (kv_heads, k_slots) = q.shape[0], q.shape[3], k_codes.shape[1:3]
     if dim % 8:
         raise NotImplementedError(f'impl="triton" of quant_decode: head_dim {dim} is not 8 * n.')
-    v_slots, width, programs = v_codes.shape[2], common.power(dim), batch * kv_heads
+    v_slots, width, programs = v_codes.shape[2], power(dim), batch * kv_heads
     # A pool without a whole group has no scale, and nothing to attend to.
     k_group, v_group = k_slots // max(k_scale.shape[2], 1) or 1, dim // v_scale.shape[3]
     queries = common.rows(q, kv_heads).astype(common.product_type(q))
