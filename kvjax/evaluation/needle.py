@@ -13,8 +13,9 @@ well a model answers depends on these sentences more than on most methods: repor
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from kvjax.evaluation.chat import Tokenizer, chat_frame, encode_after, encode_prompt
 from kvjax.evaluation.text import sentences
 
 INTRODUCTION = (
@@ -28,28 +29,8 @@ SENTENCE_END = "."  # a needle is its answer prefix, its answer and this
 SEPARATOR = "\n\n"  # ends the context, so that no token spans context and question
 QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
 
-_CONTENT = "@@content@@"  # stands for the user's turn while the chat template is cut in two
 _FIRST = "amber brisk calm daring eager faint gentle hollow ivory jolly keen lucid mellow noble"
 _SECOND = "anchor basin candle dune ember falcon garden harbor island jungle kettle lantern meadow"
-
-
-class Tokenizer(Protocol):
-    """What a prompt needs of a tokenizer."""
-
-    bos_id: int | None
-    add_bos: bool
-
-    def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Return the tokens of `text`, in which special tokens are recognised."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`."""
-        ...
-
-    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat."""
-        ...
 
 
 class NeedlePrompt(NamedTuple):
@@ -116,15 +97,15 @@ def build(
     """
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be between 0 and 1.")
-    if not 1 <= digits <= 18 or not 1 <= num_needles <= 16:
-        raise ValueError(f"digits={digits} must be 1..18, num_needles={num_needles} 1..16.")
+    if not 1 <= digits <= 64 or not 1 <= num_needles <= 16:
+        raise ValueError(f"digits={digits} must be 1..64, num_needles={num_needles} 1..16.")
     source = sentences(haystack, seed)
     keys, values = _draw(random.Random(f"needle {seed}"), digits, num_needles, " ".join(source))
     form = ANSWER_PREFIX if num_needles == 1 else MULTIKEY_ANSWER_PREFIX
     sentence = form + ANSWER + SENTENCE_END
     needles = [sentence.format(key=k, value=v) for k, v in zip(keys, values, strict=True)]
     depths = [depth, *((depth + i / num_needles) % 1.0 for i in range(1, num_needles))]
-    header, footer = _chat_frame(tokenizer)
+    header, footer = chat_frame(tokenizer)
     context_ids = _context(tokenizer, header, source, needles, depths, num_tokens)
 
     text = tokenizer.decode(context_ids)
@@ -140,8 +121,8 @@ def build(
 
     question, prefix = QUESTION.format(key=keys[0]), form.format(key=keys[0])
     turn = question + footer + prefix
-    question_ids = _after(tokenizer, SEPARATOR, turn)
-    answer_ids = _after(tokenizer, prefix, ANSWER.format(value=values[0]))
+    question_ids = encode_after(tokenizer, SEPARATOR, turn)
+    answer_ids = encode_after(tokenizer, prefix, ANSWER.format(value=values[0]))
     name = haystack if haystack in ("noise", "text") else "folder"
     task = f"needle_{name}_{digits}" + (f"_multikey{num_needles}" if num_needles > 1 else "")
     return NeedlePrompt(
@@ -183,7 +164,7 @@ def running_text(
     count = 1 + num_tokens // 8
     while True:
         text = " ".join(source[i % len(source)] for i in range(count))
-        ids = _encode(tokenizer, text)
+        ids = encode_prompt(tokenizer, text)
         if len(ids) >= num_tokens:
             return tuple(ids[:num_tokens])
         count *= 2
@@ -238,7 +219,7 @@ def _context(
         parts = list(placed.get(0, []))
         for i in range(count):
             parts += [source[(first + i) % len(source)], *placed.get(i + 1, [])]
-        return _encode(tokenizer, header + INTRODUCTION + " ".join(parts) + SEPARATOR)
+        return encode_prompt(tokenizer, header + INTRODUCTION + " ".join(parts) + SEPARATOR)
 
     ids = encode(0, 0)
     if len(ids) > num_tokens:
@@ -263,31 +244,6 @@ def _context(
         first, count = first + 1, count - 1
         ids = encode(first, count)
     return ids
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode with one BOS where the model takes one, whether or not the template wrote it."""
-    ids = list(tokenizer.encode(text, bos=False))
-    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids = [tokenizer.bos_id, *ids]
-    return ids
-
-
-def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the tokens of `text` as they are when it follows `before`."""
-    head, both = list(tokenizer.encode(before)), list(tokenizer.encode(before + text))
-    if both[: len(head)] == head:
-        return both[len(head) :]
-    return list(tokenizer.encode(text))
-
-
-def _chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return what stands before and after the content of one user turn."""
-    messages = [{"role": "user", "content": _CONTENT}]
-    parts = tokenizer.chat(messages, add_generation_prompt=True).split(_CONTENT)
-    if len(parts) != 2:
-        raise ValueError(f"the chat template writes the user's turn {len(parts) - 1} times, not 1.")
-    return parts[0], parts[1]
 
 
 def _draw(
