@@ -30,7 +30,7 @@ def slice_of(default_model):
 
 
 @pytest.mark.parametrize("case", prompts.cases())
-def test_step_is_dense_attention_over_what_the_cache_holds(slice_of, case):
+def test_step_is_dense_attention_and_stored_bytes_are_the_predicted_ones(slice_of, case):
     model, _, prefill = slice_of
     shape = PromptShape(TOKENS, model.num_kv_heads, model.head_dim)
     method = prompts.setting(case, shape)
@@ -39,6 +39,10 @@ def test_step_is_dense_attention_over_what_the_cache_holds(slice_of, case):
     )
     info = LayerInfo(LAYERS, None, 8, model.rope)
     cache = jax.jit(lambda p: method.for_layer(1, LAYERS).compress(p, info))(prompt)
+    resolved = method.resolve(shape) if hasattr(method, "resolve") else method
+    rows = [shape._replace(num_tokens=int(n), itemsize=4) for n in prefill.lengths]
+    predicted = [resolved.for_layer(1, LAYERS).layer_bytes(row) for row in rows]
+    assert accounting.live_bytes((cache,)).stored.tolist() == predicted
     rng = np.random.default_rng(0)
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     q, k, v = (
@@ -58,18 +62,6 @@ def test_step_is_dense_attention_over_what_the_cache_holds(slice_of, case):
         out, want = (jnp.take_along_axis(x, last, 2) for x in (out, want))
     scale = float(jnp.abs(want).max())
     assert float(jnp.abs(out - want).max()) <= 1e-5 * max(scale, 1.0)
-
-
-@pytest.mark.parametrize("case", prompts.cases())
-def test_stored_bytes_are_the_predicted_ones(slice_of, case):
-    model, _, prefill = slice_of
-    shape = PromptShape(TOKENS, model.num_kv_heads, model.head_dim)
-    method = prompts.setting(case, shape)
-    caches = decode.compress(method, prefill.prompts, model, reserve=1)
-    resolved = method.resolve(shape) if hasattr(method, "resolve") else method
-    predicted = [resolved.layer_bytes(shape._replace(num_tokens=int(n))) for n in prefill.lengths]
-    stored = accounting.live_bytes(caches).stored
-    assert stored.tolist() == [LAYERS * b for b in predicted]
 
 
 @pytest.mark.parametrize("name", [n for n in registry.names() if hasattr(registry.get(n), "exact")])

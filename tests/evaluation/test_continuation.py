@@ -11,6 +11,7 @@ from tests import prompts
 from tests.prompts import Shape, compress, fast_jit, step
 
 SHAPE = Shape(16, 4, 2, (70, 96))
+FIRST = {case.partition("-")[0]: case for case in reversed(prompts.cases())}.values()
 
 
 @fast_jit
@@ -18,7 +19,11 @@ def attend(view, q, positions):
     return finish(view.attend(q, positions))
 
 
-@pytest.mark.parametrize("case", prompts.cases())
+@pytest.mark.parametrize(
+    "case",
+    # the forms of a method materialise by the same code: the first by default
+    [pytest.param(c, marks=[] if c in FIRST else [pytest.mark.slow]) for c in prompts.cases()],
+)
 def test_a_view_is_what_the_cache_of_a_prompt_attends_to(case):
     method, layer = prompts.setting(case, SHAPE.row), prompts.info(SHAPE, 1)
     cache = compress(method, prompts.prompt(SHAPE), layer)

@@ -36,7 +36,10 @@ def test_the_plan_covers_every_op():
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",  # every other under `slow`: making the arguments of an op takes seconds
+    [pytest.param(n, marks=[pytest.mark.slow] if i % 2 else []) for i, n in enumerate(CASES)],
+)
 def test_bytes_of_a_plan_are_those_of_live_arrays(name):
     case = CASES[name]
     shape = case.shape(MODELS["smollm2_135m"], 128, 2)
