@@ -9,7 +9,8 @@ exact tail: the same numbers, and one compiled program for all such arms.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -30,7 +31,7 @@ from kvjax.storage import BodyTail, Dense, Tail
 from kvjax.types import PromptShape
 from models import hub
 
-BUCKET = 128  # contexts of a batch differ by less, in tokens
+BUCKET = 1.02  # contexts of a batch differ by less: a budget is that of the longest
 
 
 class Settings(Protocol):
@@ -109,7 +110,7 @@ def sweep(
                 progress.advance(skipped=True)
             if not todo:
                 continue
-            for arm in answer(run, loaded, batch, todo, length, scores, config.aware):
+            for arm in answer(config, run, loaded, batch, cells, todo, length, scores):
                 progress.advance(f"{arm.label} {arm.target_ratio:.1f}x")
                 bound_programs()
     write_jsonl(run.path / "predictions.jsonl", predictions(run.rows))
@@ -164,18 +165,20 @@ def plan_batches(config: Settings, loaded: hub.Loaded, questions: Sequence[Encod
     buckets: dict[tuple[int, int], list[Context]] = {}
     for context in contexts:
         limit = max(question.row.max_new_tokens for question in context.questions)
-        size = -(-len(context.ids) // BUCKET), 1 << (limit - 1).bit_length()
+        size = int(math.log(len(context.ids), BUCKET)), (limit - 1).bit_length()
         buckets.setdefault(size, []).append(context)
     batches = []
-    for (_, limit), found in sorted(buckets.items()):
+    for _, found in sorted(buckets.items()):
+        limit = max(q.row.max_new_tokens for c in found for q in c.questions)
         columns = max(len(context.ids) for context in found)
         width = max(
             len(q.question_ids) + len(gold_ids(loaded.tokenizer, q)) for c in found
             for q in c.questions
         )  # fmt: skip
-        for at in range(0, len(found), config.batch):
-            chunk = found[at : at + config.batch]
-            filled = chunk + [chunk[-1]] * (config.batch - len(chunk))
+        size = min(config.batch, len(found))
+        for at in range(0, len(found), size):
+            chunk = found[at : at + size]
+            filled = chunk + [chunk[-1]] * (size - len(chunk))
             width_8 = -(-width // 8) * 8
             batches.append(Batch(tuple(filled), len(chunk), columns, width_8, limit))
     return batches
@@ -198,15 +201,16 @@ def arm_for(arm: Arm, shape: PromptShape, layers: int) -> Arm:
 
 
 def answer(
+    config: Settings,
     run: Run,
     loaded: hub.Loaded,
     batch: Batch,
     arms: Sequence[Arm],
+    todo: Sequence[Arm],
     length: int,
     scores: Mapping[str, Metric],
-    aware: bool,
-):
-    """One batch: prefill once, then every arm and every question; a row each."""
+) -> Iterator[Arm]:
+    """One batch: prefill once, then every arm that is to do and every question; a row each."""
     model, params, layers = loaded.model, loaded.params, len(loaded.model.windows)
     tokens, starts = decode.left_pad([context.ids for context in batch.contexts])
     missing = batch.columns - tokens.shape[1]
@@ -230,15 +234,16 @@ def answer(
             for body in continuation.view(caches, model, slots)
         )
 
-    if not run.rows:
+    if all(row.get("length") != length for row in run.rows):
         made = {n: attended(compressed(m)) for n, m in no_op_methods().items()}
         check_no_op(made, loaded, batch, prefill.lengths)
-    for planned in arms:
+    for planned in todo:
         arm = arm_for(planned, shape, layers)
         caches = compressed(arm.method)
         stored = accounting.live_bytes(caches).stored
         check_bytes(arm, stored, shape, len(caches))
         ratios = accounting.compression_ratio(caches, shape, prefill.lengths)
+        check_ratios(arm, ratios)
         table = {arm_name(arm, length): [accounting.components(cache) for cache in caches]}
         caches = attended(caches)
         for asked in range(max(len(context.questions) for context in batch.contexts)):
@@ -255,7 +260,7 @@ def answer(
                 if again or run.finished(key(arm, question, length)) is not None:
                     continue
                 row = key(arm, question, length) | {
-                    "aware": aware,
+                    "aware": config.aware,
                     "limit": arm.limit,
                     "setting": repr(arm.method),
                     "ratio": ratios[i],
@@ -318,21 +323,32 @@ def teacher_forced(
         loaded.model, loaded.params, jax.tree.map(jnp.copy, caches), jnp.asarray(tokens),
         jnp.asarray(at, jnp.int32),
     )  # fmt: skip
-    logits = decode.head(loaded.model, loaded.params, hidden)
-    return _gold(logits, jnp.asarray(tokens), jnp.asarray(starts), jnp.asarray(counts))
+    longest = -(-max(len(gold) for gold in golds) // 8) * 8
+    column = starts[:, None] + np.arange(longest)[None]  # of the gold answer
+    real = column < counts[:, None]
+    column = np.minimum(column, width - 1)
+    before = jnp.take_along_axis(hidden, jnp.asarray(column - 1)[..., None], 1)
+    logits = decode.head(loaded.model, loaded.params, before)
+    return _gold(logits, jnp.asarray(np.take_along_axis(tokens, column, 1)), jnp.asarray(real))
 
 
 @jax.jit
-def _gold(logits, tokens, starts, counts):
-    column = jnp.arange(1, tokens.shape[1], dtype=jnp.int32)[None]
-    answer = (column >= starts[:, None]) & (column < counts[:, None])
-    log_p = jax.nn.log_softmax(logits[:, :-1], -1)
-    loss = -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
-    hit = (log_p.argmax(-1) == tokens[:, 1:]).astype(jnp.float32)
-    last = jnp.take_along_axis(logits, (starts - 1)[:, None, None], 1)[:, 0]
-    return Gold(
-        metrics.masked_mean(loss, answer, axis=-1), metrics.masked_mean(hit, answer, axis=-1), last
-    )
+def _gold(logits, targets, real):
+    log_p = jax.nn.log_softmax(logits, -1)
+    loss = -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    hit = (log_p.argmax(-1) == targets).astype(jnp.float32)
+    nll, match = (metrics.masked_mean(x, real, axis=-1) for x in (loss, hit))
+    return Gold(nll, match, logits[:, 0])
+
+
+def check_ratios(arm: Arm, ratios: np.ndarray) -> None:
+    """Fail unless every row of a batch is as small as was asked for, up to `BUCKET`."""
+    met = arm.label != "full" and arm.limit is None and arm.basis == "measured"
+    if met and min(ratios) * BUCKET * 1.005 < arm.target_ratio:  # a row's metadata
+        raise ValueError(
+            f"{arm.label} holds a context {min(ratios):.3f} times smaller where"
+            f" {arm.target_ratio} was asked for: contexts of a batch must be of nearly one length."
+        )
 
 
 def no_op_methods() -> dict[str, Any]:

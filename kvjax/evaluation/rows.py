@@ -7,6 +7,7 @@ the same context share one compressed cache.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,8 +75,8 @@ def encode(tokenizer: Tokenizer, row: Row, limit: int | None = None) -> Encoded:
         raise ValueError(f"limit={limit} must be at least 2 tokens.")
     if not row.context.strip():
         raise ValueError(f"row {row.id} of {row.task} has an empty context: it must hold text.")
-    if not row.answer:
-        raise ValueError(f"row {row.id} of {row.task} has no answer: it must hold references.")
+    if isinstance(row.answer, str) or not any(text.strip() for text in row.answer):
+        raise ValueError(f"row {row.id} of {row.task}: answer must hold one or more references.")
     if row.max_new_tokens < 1:
         raise ValueError(f"row {row.id}: max_new_tokens={row.max_new_tokens} must be at least 1.")
     header, footer = chat_frame(tokenizer) if row.chat else ("", "")
@@ -91,6 +92,10 @@ def encode(tokenizer: Tokenizer, row: Row, limit: int | None = None) -> Encoded:
     removed = max(0, len(context) - limit) if limit is not None else 0
     if removed:
         head = limit // 2
+        if head < len(encode_prompt(tokenizer, header)):
+            raise ValueError(
+                f"limit={limit} cuts the chat's header: it must hold twice its tokens."
+            )
         context = context[:head] + context[len(context) - (limit - head) :]
     return Encoded(row, tuple(context), tuple(question), removed)
 
@@ -119,7 +124,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
                 if not isinstance(value, dict):
                     raise ValueError(f"{path}, line {number}: must be a JSON object.")
                 found.append(value)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as text: {error}.") from None
     if not found:
         raise ValueError(f"{path} is empty: it must hold one JSON object a line.")
@@ -130,7 +135,7 @@ def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write one JSON object a line, replacing the file at once."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
     return path

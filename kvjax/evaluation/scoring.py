@@ -13,7 +13,7 @@ def string_match_all(prediction: str, row: Row) -> float:
     Source: RULER's rule for all tasks but question answering (NVIDIA/RULER,
     scripts/eval/synthetic/constants.py, string_match_all).
     """
-    found = [reference.lower() in prediction.lower() for reference in row.answer]
+    found = [text.lower() in prediction.lower() for text in row.answer if text.strip()]
     return sum(found) / len(found)
 
 
@@ -22,7 +22,7 @@ def string_match_part(prediction: str, row: Row) -> float:
 
     Source: RULER's rule for question answering (the same file, string_match_part).
     """
-    return float(any(reference.lower() in prediction.lower() for reference in row.answer))
+    return float(any(t.lower() in prediction.lower() for t in row.answer if t.strip()))
 
 
 METRICS: dict[str, Metric] = {

@@ -66,7 +66,7 @@ def test_a_row_without_a_question_still_asks_with_its_last_token():
 def test_truncation_takes_the_middle_and_says_how_much():
     words = Words()
     whole = rows.encode(words, row())
-    for limit in range(2, len(whole.context_ids) + 2):
+    for limit in range(8, len(whole.context_ids) + 2):
         cut = rows.encode(words, row(), limit)
         kept = min(limit, len(whole.context_ids))
         assert len(cut.context_ids) == kept and cut.question_ids == whole.question_ids
@@ -81,7 +81,10 @@ def test_truncation_takes_the_middle_and_says_how_much():
     ("changes", "limit", "message"),
     [
         ({"context": " \n"}, None, "empty context"),
-        ({"answer": ()}, None, "has no answer"),
+        ({"answer": ()}, None, "one or more references"),
+        ({"answer": "Tom"}, None, "one or more references"),
+        ({"answer": (" ",)}, None, "one or more references"),
+        ({}, 4, "cuts the chat's header"),
         ({"max_new_tokens": 0}, None, "max_new_tokens=0"),
         ({}, 1, "limit=1"),
     ],
@@ -93,7 +96,7 @@ def test_what_makes_no_prompt_is_refused(changes, limit, message):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_files_come_back(tmp_path, name):
-    made = [{"a": 1, "b": "é"}, {"a": [2]}]
+    made = [{"a": 1, "b": "é\ud800"}, {"a": [2]}]
     file = rows.write_jsonl(tmp_path / "a.jsonl", made)
     if name.endswith(".gz"):
         (tmp_path / name).write_bytes(gzip.compress(file.read_bytes()))
@@ -117,6 +120,11 @@ def test_bad_files_are_one_line(tmp_path, content, message):
     (tmp_path / "a.jsonl.gz").write_bytes(content)
     with pytest.raises(ValueError, match="cannot be read"):
         rows.read_jsonl(tmp_path / "a.jsonl.gz")
+    broken = bytearray(gzip.compress(b'{"a": 1}' * 99))
+    broken[12] ^= 0xFF
+    (tmp_path / "a.jsonl.gz").write_bytes(bytes(broken))
+    with pytest.raises(ValueError, match="cannot be read"):
+        rows.read_jsonl(tmp_path / "a.jsonl.gz")
     with pytest.raises(FileNotFoundError, match="is no file"):
         rows.read_jsonl(tmp_path / "b.jsonl")
 
@@ -125,6 +133,7 @@ def test_official_string_match():
     two = row(answer=("Tom", "4096"))
     everything = scoring.METRICS["string_match_all"]
     part = scoring.METRICS["string_match_part"]
+    assert everything("", row(answer=("Tom", ""))) == part("", row(answer=("Tom", ""))) == 0.0
     for text, all_of, any_of in [
         ("tom, and 4096.", 1.0, 1.0), ("it is TOM", 0.5, 1.0), ("", 0.0, 0.0), ("409 6", 0.0, 0.0),
     ]:  # fmt: skip

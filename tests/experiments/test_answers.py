@@ -129,6 +129,19 @@ def test_bad_rows_are_refused(questions):
         answers.check_questions([odd], scoring.METRICS)
 
 
+def test_a_batch_holds_contexts_of_nearly_one_length(loaded, questions):
+    long = questions[0]._replace(
+        row=questions[0].row._replace(id="9"), context_ids=questions[0].context_ids[:9] * 37
+    )
+    batches = answers.plan_batches(Config(batch=8), loaded, [*questions, long])
+    sizes = [[len(c.ids) for c in batch.contexts] for batch in batches]
+    assert sorted(map(len, sizes)) == [1, 3] and all(max(s) < 1.03 * min(s) for s in sizes)
+    arm = Arm("snapkv", 3.0, registry.make("snapkv"), None)
+    answers.check_ratios(arm, np.array([3.02, 2.95]))
+    with pytest.raises(ValueError, match="nearly one length"):
+        answers.check_ratios(arm, np.array([3.02, 2.11]))
+
+
 def test_the_no_op_check_can_fail(loaded, questions):
     batch = answers.plan_batches(Config(), loaded, questions)[0]
     tokens, starts = decode.left_pad([c.ids for c in batch.contexts])
