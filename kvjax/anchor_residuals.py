@@ -11,7 +11,7 @@ from kvjax import anchor_bytes, quant
 from kvjax.anchor_bytes import DISTORTION, Layout
 from kvjax.pallas.anchor_decode import xla
 from kvjax.rope import Rope, rotate, rotate_with, tables
-from kvjax.scores import Observation, in_blocks
+from kvjax.scores import Observation, hash_scores, in_blocks
 
 KEYS, VALUES = 0, 1
 
@@ -70,6 +70,53 @@ def utility(
         return jnp.stack([u_keys / count, u_values / count], 1)
 
     return jnp.concatenate(in_blocks(block, tokens), -1)
+
+
+def rank(
+    method: Any,
+    x: Array,
+    rebuilt: Array,
+    rotated: Array,
+    seen: Observation,
+    lengths: Array,
+    rope: Rope,
+) -> Array:
+    """What the tokens of both sides compete with for residuals; the arguments of `utility`.
+
+    `method.ranking` names it: "utility"; or, to compare with, "cosine" (1 - cos^2 to what stands
+    for the token), "norm" (|r|^2), "attention" (mean_w alpha_t^2, and the floor) or "random".
+
+    Returns:
+        f32[B, 2, K, C], 0 or more.
+    """
+    batch, _, heads, tokens, dim = x.shape
+    floor = method.attention_floor
+    if method.ranking == "utility":
+        return utility(x, rebuilt, rotated, seen, lengths, rope, floor)
+    if method.ranking == "attention":  # what an error of norm 1 in a value would cost
+        unit = jnp.full(x.shape, dim**-0.5)
+        paid = utility(unit, jnp.zeros_like(unit), rotated, seen, lengths, rope, floor)[:, 1]
+        return jnp.broadcast_to(paid[:, None], (batch, 2, heads, tokens))
+    if method.ranking == "random":
+        starts = jnp.zeros(batch, jnp.int32)
+        scores = hash_scores(method.random_seed + 1, starts, 2 * heads, tokens)
+        return scores.reshape(batch, 2, heads, tokens)
+    exact = x.astype(jnp.float32)
+    square = jnp.square(exact - rebuilt).sum(-1)
+    if method.ranking == "norm":
+        return square
+    whole = jnp.square(exact).sum(-1)
+    return square / jnp.where(whole > 0, whole, 1.0)
+
+
+def level_heads(useful: Array) -> Array:
+    """Ranks within each side and KV head instead of values, so that all heads win equally often.
+
+    Args:
+        useful: f32[B, 2, K, C], negative where a token does not compete.
+    """
+    order = jnp.argsort(jnp.argsort(-useful, -1), -1)
+    return jnp.where(useful >= 0, (useful.shape[-1] - order).astype(useful.dtype), -1.0)
 
 
 def choose(utilities: Array, counts: list[Array], capacities: list[tuple[int, int]]) -> list[Array]:

@@ -13,10 +13,11 @@ from jax import Array
 from kvjax import anchor_bytes, anchor_choice, quant, scores
 from kvjax.anchor_bytes import Layout
 from kvjax.anchor_choice import choose_anchors
-from kvjax.anchor_residuals import code_residuals, quantize_gamma, utility
+from kvjax.anchor_residuals import code_residuals, level_heads, quantize_gamma, rank
 from kvjax.anchors import AnchorBody
 from kvjax.pallas.anchor_assign.api import anchor_assign
 from kvjax.pallas.anchor_decode.api import Widths
+from kvjax.pallas.dispatch import beside
 from kvjax.pytree import pytree, static
 from kvjax.registry import register
 from kvjax.storage import BodyTail, Tail, left_align
@@ -44,6 +45,8 @@ ALLOWED = {
     "anchor_choice": ("attention", "coverage"),
     "anchors_per_token": (1, 2),
     "layer_budget": ("equal", "pooled"),
+    "ranking": ("utility", "cosine", "norm", "attention", "random"),
+    "residual_quota": ("layer", "head"),
 }
 
 
@@ -86,6 +89,8 @@ class AnchorKV:
     first, and all stages of all tokens compete; slots of one size keep the bytes static.
     `anchor_choice="coverage"` takes the anchors that attention leaves from the tokens that those so
     far represent worst. `anchors_per_token=2` projects what the first anchor leaves on a second.
+    `ranking` and `residual_quota` are there for comparison: residuals by another order than that of
+    the utilities, or as many in every KV head as in any other.
     `layer_budget="pooled"` gives layers unequal theta (`allocate`).
 
     Source: arXiv 2608.02901, sections 3 and 4 (equations 1 to 9).
@@ -111,6 +116,8 @@ class AnchorKV:
     anchor_choice: str = static("attention")  # the others: "attention" (at random) or "coverage"
     anchors_per_token: int = static(1)  # 1 or 2
     layer_budget: str = static("equal")  # "equal" theta in all layers, or "pooled": see `allocate`
+    ranking: str = static("utility")  # of residuals: see `anchor_residuals.rank`
+    residual_quota: str = static("layer")  # the best of the "layer", or as many in each "head"
     centered: bool = static(True)  # subtract each head's mean token before anchors and projection
     gamma_bits: int = static(4)  # lean storage
     prefix_bits: int | None = static(None)  # of the slot counts; None: 32, or 16 where lean fits
@@ -203,6 +210,11 @@ class AnchorKV:
         for name, allowed in ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
+        if self.spreads and (self.ranking, self.residual_quota) != ("utility", "layer"):
+            raise ValueError(
+                f"ranking={self.ranking!r} and residual_quota={self.residual_quota!r} must be"
+                " 'utility' and 'layer' with layer_budget='pooled', which compares utilities."
+            )
 
     def _with_sizes(self, shape: PromptShape) -> Self:
         n, method = shape.num_tokens, self
@@ -341,7 +353,7 @@ class AnchorKV:
         at = jnp.broadcast_to(positions[:, None], (batch, 2, heads, extra))
         indices, gammas, ranges = [], [], []
         for turn in range(self.anchors_per_token):
-            index, gamma = anchor_assign(x - chosen, near, valid, impl=self.impl)
+            index, gamma = anchor_assign(x - chosen, near, valid, impl=beside(self.impl))
             if self.storage == "plain":  # an anchor is its own, whatever rounding says
                 own = jnp.broadcast_to(jnp.arange(extra, dtype=jnp.int32), positions.shape)
                 index = _put(index, at, own[:, None])
@@ -352,10 +364,12 @@ class AnchorKV:
             gammas.append(packed)
             ranges.append(spread)
         rotated = _aligned(prompt.k, prompt.starts, capacity)
-        useful = utility(x, chosen, rotated, seen, lengths, info.rope, self.attention_floor)
+        useful = rank(self, x, chosen, rotated, seen, lengths, info.rope)
         useful = jnp.nan_to_num(jnp.where(coded, useful, -1.0), nan=0.0, posinf=3e38, neginf=-1.0)
         if self.storage == "plain":
             useful = _put(useful, at, jnp.full((batch, 1, heads, extra), -1.0))
+        if self.residual_quota == "head":
+            useful = level_heads(useful)
         spread = None if ranges[0] is None else jnp.stack(ranges, 3)
         return _Coding(
             stored, mean, positions, jnp.stack(indices, 3), jnp.stack(gammas, 3), spread,
