@@ -29,10 +29,10 @@ CEILINGS: dict[str, dict[str, Ceiling]] = {
     },
     "attention_sums": {"gpu": Ceiling(registers=168, shared_bytes=48 * KIB)},
     "codebook_decode": {"gpu": Ceiling(registers=255, shared_bytes=18 * KIB)},
-    "codebook_encode": {"gpu": Ceiling(registers=255, shared_bytes=24 * KIB)},
+    "codebook_encode": {"gpu": Ceiling(registers=255, shared_bytes=48 * KIB)},
     "flash_prefill": {
-        "gpu": Ceiling(registers=240, shared_bytes=96 * KIB),
-        "tpu": Ceiling(vmem_bytes=4 * MIB),
+        "gpu": Ceiling(registers=255, shared_bytes=96 * KIB),
+        "tpu": Ceiling(vmem_bytes=10 * MIB),
     },
     "gear_decode": {"gpu": Ceiling(registers=255, shared_bytes=20 * KIB)},
     "group_quantize": {"gpu": Ceiling(registers=96, shared_bytes=1 * KIB)},
@@ -42,7 +42,7 @@ CEILINGS: dict[str, dict[str, Ceiling]] = {
     },
     "pooled_decode": {
         "gpu": Ceiling(registers=128, shared_bytes=54 * KIB),
-        "tpu": Ceiling(vmem_bytes=2 * MIB),
+        "tpu": Ceiling(vmem_bytes=5 * MIB),
     },
     "quant_decode": {
         "gpu": Ceiling(registers=168, shared_bytes=13 * KIB),

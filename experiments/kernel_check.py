@@ -143,9 +143,9 @@ def _finished(op: str, leaves: Sequence[Any]) -> list[np.ndarray]:
     found = [np.asarray(x) for x in leaves]
     found = [x if x.dtype.kind in "iub" else x.astype(np.float32) for x in found]
     if op.endswith("_decode"):
-        o, m, total = found
+        o, m, total, *sums = found
         safe = np.where(total > 0, total, 1.0)
-        return [o / safe[..., None], np.where(total > 0, m + np.log(safe), 0.0)]
+        return [o / safe[..., None], np.where(total > 0, m + np.log(safe), 0.0), *sums]
     return found
 
 

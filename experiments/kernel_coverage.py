@@ -6,7 +6,7 @@ the Pallas calls of the traced programs name the files that made them.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,8 +39,9 @@ def method_row(label: str) -> dict[str, Any]:
 
     Returns:
         `step_ops` and `compress_ops`, the operations of `kvjax.pallas` in the XLA programs; for
-        every implementation the operations whose kernels the step really calls, or why it cannot
-        be traced; and `fallback`, why no kernel runs, None where interpret mode ran every one.
+        every implementation the operations whose kernels the step really calls, each with its
+        kernel's file, or why it cannot be traced; the same of compress (`compress_gpu`, ...); and
+        `fallback`, why no kernel runs, None where interpret mode ran every one.
     """
     shape = PromptShape(COLUMNS, KV_HEADS, DIM)
     method = registry.make(label)
@@ -59,14 +60,15 @@ def method_row(label: str) -> dict[str, Any]:
         "compress_ops": sorted(_ops(compress("xla"), prompt)),
     }
     row |= {impl: kernels(_step, with_impl(cache, impl), *new) for impl in IMPLS}
-    row["compress_gpu"] = kernels(compress("gpu"), prompt)
-    return row | {"fallback": fallback(row["step_ops"], row["interpret"])}
+    row |= {f"compress_{impl}": kernels(compress(impl), prompt) for impl in IMPLS[:-1]}
+    why = getattr(method, "no_kernel", None)
+    return row | {"fallback": fallback(row["step_ops"], row["interpret"], why)}
 
 
-def fallback(ops: list[str], ran: list[str] | str) -> str | None:
+def fallback(ops: list[str], ran: Mapping[str, str] | str, reason: str | None = None) -> str | None:
     """Why a step runs without a kernel: None where every operation's kernel ran."""
     if not ops:
-        return "its step has no operation of kvjax.pallas: plain XLA"
+        return f"plain XLA: {reason or 'its step has no operation of kvjax.pallas'}"
     if isinstance(ran, str):
         return ran
     without = sorted(set(ops) - set(ran))
@@ -87,13 +89,14 @@ def with_impl(tree: Any, impl: str) -> Any:
     return tree
 
 
-def kernels(function: Callable, *args: Any) -> list[str] | str:
-    """The operations whose kernels a program calls; the reason where it cannot be traced."""
+def kernels(function: Callable, *args: Any) -> dict[str, str] | str:
+    """The operations whose kernels a program calls, and the kernels' files ("gpu", "triton",
+    "tpu"); the reason where it cannot be traced."""
     try:
         program = jax.make_jaxpr(function)(*args)
     except (NotImplementedError, ImportError) as error:
         return " ".join(str(error).split())
-    return sorted({op for name, op, _ in _sources(program.jaxpr) if name in _KERNELS})
+    return {op: file for name, op, file in _sources(program.jaxpr) if name in _KERNELS}
 
 
 def _ops(function: Callable, *args: Any) -> set[str]:

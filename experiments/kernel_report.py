@@ -247,18 +247,24 @@ def trace(label: str) -> dict[str, Any]:
         return {"status": "failed", "error": kernel_compile.one_line(error)}
 
 
-def runs(impl: str) -> Callable[[Mapping[str, Any]], str | None]:
-    """Return a column value: what a method's step runs where `impl` is the device's."""
+def runs(impl: str, part: str = "step") -> Callable[[Mapping[str, Any]], str | None]:
+    """Return a column value: what a method runs where `impl` is the device's, or is asked for.
+
+    Args:
+        impl: of `IMPLS`.
+        part: "step" or "compress".
+    """
+    field = impl if part == "step" else f"compress_{impl}"
 
     def text(row: Mapping[str, Any]) -> str | None:
-        ran, ops = row.get(impl), row.get("step_ops")
-        if ops is None:
+        ran, ops = row.get(field), row.get(f"{part}_ops")
+        if ops is None or part == "compress" and not ops:
             return None
-        fused = set() if isinstance(ran, str) else set(ops) & set(ran)
-        rest = sorted(set(ops) - fused)
-        if not fused:
-            return "xla"
-        return f"{impl}; {', '.join(rest)}: xla" if rest else impl
+        if any(isinstance(row.get(f), str) for f in (field, f"compress_{impl}")):
+            return "refused" if impl == "triton" else "xla"
+        kinds = {op: ran.get(op, "xla") for op in ops}
+        main = impl if impl in kinds.values() else next(iter(kinds.values()), "xla")
+        return main + "".join(f"; {op}: {kind}" for op, kind in kinds.items() if kind != main)
 
     return text
 
@@ -300,9 +306,10 @@ METHODS = (
     Column("on a TPU", runs("tpu")),
     Column("why none", lambda row: row["error"] or row.get("fallback")),
     Column("operations of compress", _joined("compress_ops")),
-    Column("with a GPU kernel", lambda row: _joined("compress_gpu")(row) if row["status"] == "ok"
-           and isinstance(row["compress_gpu"], list) else None),
-)  # fmt: skip
+    Column("on a GPU", runs("gpu", "compress")),
+    Column("Triton asked for", runs("triton", "compress")),
+    Column("on a TPU", runs("tpu", "compress")),
+)
 OPERATIONS = (
     Column("operation", "op"),
     *(Column(impl, lambda row, impl=impl: "kernel" if impl in row["has"] else "xla")
@@ -318,7 +325,7 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None, int]]:
 
     if row["kind"] == "method":
         ran = row.get("interpret")
-        yield f"method/step_kernels/{word(row['label'])}", len(ran) if type(ran) is list else 0, 0
+        yield f"method/step_kernels/{word(row['label'])}", len(ran) if type(ran) is dict else 0, 0
         return
     arm = "/".join(word(row[f]) for f in ("python", "op", "shape", "impl", "target"))
     yield f"kernel/registers_count/{arm}", row["registers"], 0

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from kvjax.methods.full import Full
 from kvjax.pallas.attention_sums.api import attention_sums
+from kvjax.pallas.dispatch import beside
 from kvjax.pallas.flash_prefill.api import flash_prefill
 from kvjax.rope import rotate
 from kvjax.types import LayerInfo, Method, Model, PromptKV, PromptShape
@@ -79,7 +80,8 @@ def _prefill_block(model, layer, x, starts, window, dtype, impl, column_sums):
     def attend(q, k, v, _):
         q, rotated = rotate(model.rope, q, positions), rotate(model.rope, k, positions)
         out, lse = flash_prefill(q, rotated, v, starts, window=window, impl=impl)
-        sums = attention_sums(q, rotated, lse, starts, impl=impl) if column_sums else None
+        how = beside(impl)
+        sums = attention_sums(q, rotated, lse, starts, impl=how) if column_sums else None
         kept = (array.astype(dtype) for array in (q, rotated, k, v))
         return out, PromptKV(*kept, starts, column_sums=sums)
 
@@ -106,7 +108,7 @@ def prefill(
         tokens: i32[B, T], left-padded (`left_pad`).
         starts: i32[B], first real column of each row.
         dtype: of the cache that will be built; attention itself runs in the model's dtype.
-        impl: of the prefill kernel, see `pallas.dispatch.choose`.
+        impl: of the prefill kernel, see `pallas.dispatch.choose`; column sums: `dispatch.beside`.
         method: if given, each layer is compressed as soon as it is done and `prompts` holds the
             layers' caches instead: one layer's prompt is live at a time.
         reserve: tokens that will be appended, with `method`.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import visible
-from kvjax.pallas import partial
+from kvjax.attention import Partial, dense_partial, finish, merge
+from kvjax.pallas.pooled_decode.api import pooled_decode
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.rope import Rope, rotate, unrotate
 from kvjax.types import LayerInfo, PromptKV, PromptShape
@@ -24,7 +24,8 @@ class Rolling:
 
     Invariants: slots [0, lengths) hold tokens, `positions` >= 0, the others -1; until a first
     eviction slot = order of arrival, so the `sinks` first tokens stay in slots [0, sinks). `scores`
-    is what attention has given each token, None where only age decides.
+    is what attention has given each token, None where only age decides; that is so where positions
+    are `relative`.
     """
 
     k: Array = array("batch", "kv_head", "slot", "head_dim", valid="lengths")  # rotated
@@ -39,6 +40,7 @@ class Rolling:
     normalize: bool = static(False)  # a sum is divided by the number of queries that saw the token
     relative: bool = static(False)  # positions are places in the cache, not in the text
     rope: Rope = static()
+    impl: str = static("auto")
     step_limit = None
     flush_every = None
     evicts = True
@@ -107,13 +109,13 @@ class Rolling:
         at = position[:, None]
         k = rotate(self.rope, k, at)
         cache = self._write(k, v, position)
-        out, p = cache._attend(rotate(self.rope, q, at), q, position)
+        out, given = cache._attend(rotate(self.rope, q, at), q)
         if self.scoring == "sum":
-            scores = jnp.where(real[:, None, None], cache.scores + p, cache.scores)
+            scores = jnp.where(real[:, None, None], cache.scores + given, cache.scores)
             cache = replace(cache, scores=scores)
         elif self.scoring == "last":
-            p = jnp.broadcast_to(p.mean(1, keepdims=True), p.shape)
-            cache = replace(cache, scores=jnp.where(real[:, None, None], p, cache.scores))
+            given = jnp.broadcast_to(given.mean(1, keepdims=True), given.shape)
+            cache = replace(cache, scores=jnp.where(real[:, None, None], given, cache.scores))
         return jnp.where(real[:, None, None, None], out, 0.0).astype(dtype), cache
 
     def _write(self, k: Array, v: Array, position: Array) -> Self:
@@ -157,22 +159,24 @@ class Rolling:
         oldest = jnp.where(worth == worth.min(-1, keepdims=True), self.positions, 2**30)
         return oldest.argmin(-1).astype(jnp.int32)
 
-    def _attend(self, rotated: Array, q: Array, position: Array) -> tuple[Array, Array]:
-        """Output [B, N, 1, H] and the probability of each slot, summed over the group [B, K, S]."""
-        batch, heads, _, dim = rotated.shape
-        logits = partial.logits(rotated, self.k)
-        if self.relative and self.sinks:
+    def _attend(self, rotated: Array, q: Array) -> tuple[Array, Array | None]:
+        """Output f32[B, N, 1, H] and, unless age decides, what each slot gets f32[B, K, S]."""
+        scored = self.scoring != "age"
+        # Where all slots are sinks, nothing was evicted.
+        first = self.sinks if self.relative and self.sinks < self.k.shape[2] else 0
+        *part, given = pooled_decode(
+            rotated, self.k, self.v, self.lengths, skip=first, sums=scored, impl=self.impl
+        ) + (() if scored else (None,))
+        part = Partial(*part)
+        if first:
             # Only the distance to the sinks differs from the text's: the query meets them from its
             # own place in the cache.
-            place = self.lengths[:, :1] - 1
-            near = rotate(self.rope, q, place)
-            first = partial.logits(near, self.k[:, :, : self.sinks])
-            logits = jnp.concatenate([first, logits[..., self.sinks :]], -1)
-        mask = visible(position[:, None], self.positions)
-        p, _, l = partial.soften(logits, partial.expand(mask, heads, self.k.shape[1]))  # noqa: E741
-        p = p / jnp.where(l > 0, l, 1.0)[..., None]
-        out = partial.weigh(p, self.v).reshape(batch, heads, 1, dim)
-        return out, p.sum(2)
+            near = rotate(self.rope, q, self.lengths[:, :1] - 1)
+            k, v = self.k[:, :, :first], self.v[:, :, :first]
+            slot = jnp.arange(first, dtype=jnp.int32)[None, None]
+            held = (slot < self.lengths[..., None])[:, :, None]
+            part = merge(dense_partial(near, k, v, held), part)
+        return finish(part), given
 
     def flush(self) -> Self:
         """Nothing to fold."""

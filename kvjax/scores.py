@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from kvjax.pallas import partial
 from kvjax.pallas.attention_sums.api import attention_sums
+from kvjax.pallas.dispatch import beside
 from kvjax.pallas.flash_prefill.api import flash_prefill
 from kvjax.pallas.partial import MASKED
 from kvjax.pytree import array, pytree
@@ -179,7 +180,7 @@ def column_sums(prompt: PromptKV, impl: str = "auto") -> Array:
         same in one (`decode.prefill(column_sums=True)`).
     """
     _, lse = flash_prefill(prompt.q, prompt.k, prompt.v, prompt.starts, impl=impl)
-    return attention_sums(prompt.q, prompt.k, lse, prompt.starts, impl=impl)
+    return attention_sums(prompt.q, prompt.k, lse, prompt.starts, impl=beside(impl))
 
 
 @typed

@@ -16,9 +16,20 @@ def test_auto_takes_the_devices_kernel_or_xla(monkeypatch):
     assert dispatch.choose("op", "auto", backends) is len  # a CPU here
     for device, want in (("gpu", max), ("cuda", max), ("tpu", min)):
         monkeypatch.setattr(dispatch.jax, "default_backend", lambda device=device: device)
-        assert dispatch.choose("op", "auto", backends) is want
+        assert dispatch.choose("op", "auto", backends)((3, 9)) == want((3, 9))
         assert dispatch.choose("op", "auto", {"xla": len}) is len
         assert dispatch.choose("op", "xla", backends) is len
+
+
+def test_auto_is_xla_for_arguments_that_the_kernel_refuses(monkeypatch):
+    def refuse(x):
+        raise NotImplementedError("too wide")
+
+    monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
+    backends = {"xla": len, "gpu": refuse}
+    assert dispatch.choose("op", "auto", backends)((3, 9)) == 2
+    with pytest.raises(NotImplementedError, match="too wide"):
+        dispatch.choose("op", "gpu", backends)((3, 9))
 
 
 @pytest.mark.parametrize("impl", ["gpu", "triton", "tpu", "interpret"])

@@ -117,5 +117,5 @@ class H2O:
             return keep(prompt, columns, lengths, info, self.impl)
         return Rolling.of(
             prompt, columns, lengths, info, self.budget, sums, sinks=0, recent=self._recent(),
-            scoring="sum", normalize=self.normalize,
+            scoring="sum", normalize=self.normalize, impl=self.impl,
         )  # fmt: skip

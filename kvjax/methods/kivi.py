@@ -11,6 +11,7 @@ from jax import Array
 from kvjax import quant
 from kvjax.attention import Partial, dense_partial, finish, merge, visible
 from kvjax.methods.full import full_at
+from kvjax.pallas.dispatch import beside
 from kvjax.pallas.group_quantize.api import group_quantize
 from kvjax.pallas.quant_decode.api import quant_decode
 from kvjax.pytree import METADATA, array, pytree, static
@@ -103,7 +104,7 @@ class KIVICache:
         index = self.lengths[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
         slots = jnp.where(real, index % ring, ring)
         codes, scale, zero = group_quantize(
-            v, bits=self.v_bits, group=self.group, axis=3, impl=self.impl
+            v, bits=self.v_bits, group=self.group, axis=3, impl=beside(self.impl)
         )
         rows = jnp.where(real, index, self.v_codes.shape[2])
         cache = replace(
@@ -159,7 +160,7 @@ class KIVICache:
             self.k_ring, at
         )
         codes, scale, zero = group_quantize(
-            block, bits=self.k_bits, group=self.group, axis=2, impl=self.impl
+            block, bits=self.k_bits, group=self.group, axis=2, impl=beside(self.impl)
         )
 
         def fold(buffer, x):
@@ -264,8 +265,9 @@ class KIVI:
         room = ((0, 0), (0, 0), (0, capacity - total), (0, 0))
         k, v = (left_align(x, prompt.starts) for x in (prompt.k, prompt.v))
         k, v = jnp.pad(k, room), jnp.pad(v, room)
-        keys = group_quantize(k, bits=self.k_bits, group=group, axis=2, impl=self.impl)
-        values = group_quantize(v, bits=self.v_bits, group=group, axis=3, impl=self.impl)
+        impl = beside(self.impl)
+        keys = group_quantize(k, bits=self.k_bits, group=group, axis=2, impl=impl)
+        values = group_quantize(v, bits=self.v_bits, group=group, axis=3, impl=impl)
         index = jnp.maximum(ring_tokens(lengths, 2 * residual), 0)
         return KIVICache(
             *keys, *values,

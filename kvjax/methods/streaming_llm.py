@@ -85,7 +85,7 @@ class StreamingLLM:
         if self.when == "step":
             return Rolling.of(
                 prompt, columns, lengths, info, self.budget, None, sinks=self.sinks,
-                recent=self.budget - self.sinks, scoring="age", relative=relative,
+                recent=self.budget - self.sinks, scoring="age", relative=relative, impl=self.impl,
             )  # fmt: skip
         if relative:
             prompt = dataclasses.replace(prompt, k=self._moved(prompt, info))

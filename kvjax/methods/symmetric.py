@@ -10,6 +10,7 @@ from jax import Array
 from kvjax import quant
 from kvjax.attention import Partial
 from kvjax.methods.full import full_at
+from kvjax.pallas.dispatch import choose
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.registry import register
 from kvjax.ring import RingCache, attend_decoded, take
@@ -141,7 +142,12 @@ class Symmetric:
     v_bits: int = static(4)
     residual_length: int = static(128)  # R, tokens
     full_layers: tuple[int, ...] = static(())  # kept in full precision, -1 = the last
-    impl: str = static("auto")
+    impl: str = static("auto")  # "auto" or "xla": see `no_kernel`
+    no_kernel = (
+        "segments of absmax codes without zero: the prompt's keys have one scale a channel for as"
+        " many tokens as there are, later segments start where it ends, at another token in every"
+        " row; quant_decode reads groups of one size from token 0, with a float16 zero"
+    )
 
     @property
     def flush_every(self) -> int:
@@ -170,7 +176,9 @@ class Symmetric:
 
         Raises:
             ValueError: for bits or a residual window out of range.
+            NotImplementedError: for an `impl` that names a kernel.
         """
+        choose("symmetric", self.impl, {"xla": SegmentCodes.attend})
         residual, total = self.residual_length, prompt.k.shape[2]
         if residual < 1:
             raise ValueError(f"residual_length={residual} must be at least 1.")

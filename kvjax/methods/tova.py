@@ -66,5 +66,6 @@ class TOVA:
         if self.when == "prompt":
             return keep(prompt, columns, lengths, info, self.impl)
         return Rolling.of(
-            prompt, columns, lengths, info, self.budget, seen, sinks=0, recent=1, scoring="last"
-        )
+            prompt, columns, lengths, info, self.budget, seen, sinks=0, recent=1, scoring="last",
+            impl=self.impl,
+        )  # fmt: skip

@@ -92,6 +92,20 @@ def combine(
     return merged, top.squeeze(axis), (l * fade).sum(axis)
 
 
+def slot_sums(scores: Array, m: Array, l: Array, seen: Array) -> Array:  # noqa: E741
+    """Attention that each slot gets, summed over the queries of a KV head: f32[B, K, S].
+
+    Args:
+        scores: f32[B, K, G*T, S], anything where a slot is not seen.
+        m: f32[B, N, T], the maximum of each query's scores.
+        l: f32[B, N, T], the sum of exp(scores - m); 0 where a query saw nothing.
+        seen: bool[B, K, S].
+    """
+    m, l = (x.reshape(scores.shape[:3])[..., None] for x in (m, l))  # noqa: E741
+    p = jnp.where(seen[:, :, None], jnp.exp(scores - m), 0.0)
+    return (p / jnp.where(l > 0, l, 1.0)).sum(2)
+
+
 def expand(mask: Array, heads: int, kv_heads: int) -> Array:
     """A mask [B, 1 or K, T, S] repeated for the G query heads of a group: [B, 1 or K, G*T, S]."""
     group = heads // kv_heads

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from kvjax import quant
 from kvjax.pallas import compat, partial
@@ -152,9 +153,10 @@ def decode(
     block: int,
     capacity: int,
     interpret: bool,
+    scores: bool = False,
     num_warps: int = 4,
     num_stages: int = 2,
-) -> tuple[list[Array], Array, Array]:
+) -> tuple[Any, ...]:
     """Attention of new queries over the tokens that a tile function can score and weigh.
 
     Args:
@@ -170,11 +172,13 @@ def decode(
         block: a power of two, at least 16 and `tokens`.
         capacity: tokens there can be at most, for the number of shares.
         interpret: run the kernel's body with XLA instead.
+        scores: return them too.
         num_warps: of a program.
         num_stages: of the software pipeline.
 
     Returns:
-        o f32[B, N, T, widths[i]] each, m f32[B, N, T], l f32[B, N, T].
+        o f32[B, N, T, widths[i]] each, m f32[B, N, T], l f32[B, N, T], and with `scores` these,
+        f32[B, K, G*T, capacity], where a token is seen; elsewhere they may be anything.
     """
     batch, heads = queries[0].shape[:2]
     kv_heads = limits.shape[1]
@@ -193,7 +197,8 @@ def decode(
     splits = max(1, min(-(-capacity // (4 * tokens)), _PROGRAMS // (batch * kv_heads * blocks), 64))
 
     def kernel(limits_ref, *refs):
-        o_refs, (m_ref, l_ref) = refs[-2 - len(widths) : -2], refs[-2:]
+        refs, outs = refs[: len(queries) + len(operands)], refs[len(queries) + len(operands) :]
+        o_refs, (m_ref, l_ref, *s_refs) = outs[: len(widths)], outs[len(widths) :]
         inputs = [
             jnp.where(
                 jnp.arange(power(q.shape[-1]))[None] < q.shape[-1],
@@ -208,8 +213,9 @@ def decode(
         first = pl.program_id(2) * share
         last = jnp.minimum(first + share, pl.cdiv(longest, tokens))
         head = pl.program_id(0) % kv_heads
-        op = tile(inputs, refs[len(queries) : -2 - len(widths)], head)
+        op = tile(inputs, refs[len(queries) :], head)
         place = jnp.arange(block, dtype=jnp.int32)
+        real = pl.program_id(1) * size + jnp.arange(size, dtype=jnp.int32) < count
 
         def step(j, carry):
             o, m, l = carry  # noqa: E741
@@ -217,6 +223,9 @@ def decode(
             live = (place < tokens) & (at < longest)
             mask = live[None] & (at[None] < limit[:, None])
             s = jnp.where(mask, op.scores(j * tokens, at), MASKED)
+            for ref in s_refs:
+                here = ref.at[:, pl.ds(j * tokens, block)]
+                plgpu.store(here, s, mask=real[:, None] & live[None])
             new = jnp.maximum(m, s.max(1))
             p = jnp.where(mask, jnp.exp(s - new[:, None]), 0.0)
             shrink = jnp.exp(m - new)
@@ -251,7 +260,11 @@ def decode(
         return jax.ShapeDtypeStruct(shape, jnp.float32), block
 
     outs = [*(out(power(w)) for w in widths), out(), out()]
-    *o, m, l = pl.pallas_call(  # noqa: E741
+    if scores:  # a tile may end after the array does: masked, but it must be addressable
+        shape = jax.ShapeDtypeStruct((batch * kv_heads, count, capacity), jnp.float32)
+        wide = pl.BlockSpec((None, size, capacity + block), lambda i, r, s: (i, r, 0))
+        outs.append((shape, wide))
+    found = pl.pallas_call(
         kernel,
         grid=(batch * kv_heads, blocks, splits),
         in_specs=[
@@ -267,14 +280,24 @@ def decode(
     def of_queries(x):  # [B * K, rows, ...] to [B, N, T, ...]
         return x[:, :count].reshape(batch, heads, steps, *x.shape[2:])
 
+    o, (m, l, *rest) = found[: len(widths)], found[len(widths) :]  # noqa: E741
     o, m, l = partial.combine(tuple(o), m, l, 0)  # noqa: E741
     o = [of_queries(x)[..., :w] for x, w in zip(o, widths, strict=True)]
-    return o, of_queries(m), of_queries(l)
+    rest = [x.reshape(batch, kv_heads, count, capacity) for x in rest]
+    return o, of_queries(m), of_queries(l), *rest
 
 
 def exact(dtype: Any) -> Any:
     """The dtype of products of stored values: bfloat16's own, else float32."""
     return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+
+def dense_plan(dtype: Any) -> tuple[int, int, int]:
+    """Tokens of a tile of exact keys and values, warps and stages.
+
+    A float32 tile is twice as large, and its products are not the tensor cores'.
+    """
+    return (16, 8, 1) if exact(dtype) == jnp.float32 else (64, 4, 2)
 
 
 def dense_tile(

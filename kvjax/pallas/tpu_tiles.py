@@ -138,6 +138,7 @@ def call(
     widths: Sequence[int],
     scratch: Sequence[Any] = (),
     interpret: Any = False,
+    others: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]] = (),
 ) -> list[Array]:
     """Run a decode kernel.
 
@@ -150,9 +151,10 @@ def call(
         widths: last axis of each output.
         scratch: shapes.
         interpret: see pallas_call.
+        others: further outputs.
 
     Returns:
-        f32[B, K, R', width] for each width.
+        f32[B, K, R', width] for each width, and the others.
     """
 
     def out(width):
@@ -164,13 +166,14 @@ def call(
             num_scalar_prefetch=len(scalars),
             grid=grid,
             in_specs=[spec for _, spec in inputs],
-            out_specs=[out(width) for width in widths],
+            out_specs=[*(out(width) for width in widths), *(spec for _, spec in others)],
             scratch_shapes=list(scratch),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((*grid[:2], grid[2] * block, width), jnp.float32)
             for width in widths
-        ],
+        ]
+        + [shape for shape, _ in others],
         compiler_params=compat.tpu_params(("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
     )(*scalars, *(x for x, _ in inputs))

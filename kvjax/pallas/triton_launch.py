@@ -61,6 +61,22 @@ def outputs(programs: int, split: int, rows: int, *dims: int) -> tuple[jax.Shape
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
+def check(op: str, q: Array) -> None:
+    """Refuse queries that the kernels cannot hold.
+
+    Raises:
+        NotImplementedError: for a head dim whose codes of a width leave a byte partly filled, or
+            float32 rows of more than 128 channels, for which there are too few registers.
+    """
+    dim = q.shape[3]
+    if dim % 8:
+        raise NotImplementedError(f'impl="triton" of {op}: head_dim {dim} is not 8 * n.')
+    if q.dtype.itemsize > 2 and dim > 128:
+        raise NotImplementedError(
+            f'impl="triton" of {op}: head_dim {dim} of {q.dtype} must be at most 128, or bfloat16.'
+        )
+
+
 def product_type(q: Array) -> Any:
     """Of the operands of products: bfloat16 where the queries have 16 bits, else float32."""
     return jnp.bfloat16 if q.dtype.itemsize == 2 else jnp.float32

@@ -229,24 +229,30 @@ def test_every_method_and_preset_is_listed():
 @pytest.mark.parametrize("label", ["full", "kivi", "anchorkv", "turboquant", "gear", "adakv"])
 def test_a_step_calls_its_kernel_in_interpret_mode(label):
     row = kernel_coverage.method_row(label)
-    assert row["step_ops"] and row["interpret"] == row["step_ops"] == row["gpu"]
+    kernels = dict.fromkeys(row["step_ops"], "gpu")
+    assert kernels and row["interpret"] == row["gpu"] == kernels
     assert row["fallback"] is None
 
 
 def test_a_step_without_a_kernel_is_a_named_fallback():
     row = kernel_coverage.method_row("symmetric")
-    assert row["step_ops"] == [] and "no operation" in row["fallback"]
+    assert row["step_ops"] == [] and "segments of absmax codes" in row["fallback"]
+    assert "no operation" in kernel_coverage.fallback([], {})
     assert kernel_coverage.fallback(["op"], "op has no impl='gpu'") == "op has no impl='gpu'"
-    assert "no kernel in the step for b" in kernel_coverage.fallback(["a", "b"], ["a"])
-    assert kernel_coverage.fallback(["a"], ["a"]) is None
+    assert "no kernel in the step for b" in kernel_coverage.fallback(["a", "b"], {"a": "gpu"})
+    assert kernel_coverage.fallback(["a"], {"a": "gpu"}) is None
 
 
 def test_the_table_says_what_each_device_runs():
     column = kernel_report.runs("tpu")
-    assert column({"step_ops": ["a", "b"], "tpu": ["a", "b"]}) == "tpu"
-    assert column({"step_ops": ["a", "b"], "tpu": ["a"]}) == "tpu; b: xla"
+    assert column({"step_ops": ["a", "b"], "tpu": {"a": "tpu", "b": "tpu"}}) == "tpu"
+    assert column({"step_ops": ["a", "b"], "tpu": {"a": "tpu"}}) == "tpu; b: xla"
     assert column({"step_ops": ["a"], "tpu": "a has no impl='tpu'"}) == "xla"
-    assert column({"step_ops": [], "tpu": []}) == "xla" and column({}) is None
+    assert column({"step_ops": [], "tpu": {}}) == "xla" and column({}) is None
+    asked = kernel_report.runs("triton")
+    assert asked({"step_ops": ["a"], "triton": "a has no impl='triton'"}) == "refused"
+    beside = {"compress_ops": ["a"], "compress_triton": {"a": "gpu"}}
+    assert kernel_report.runs("triton", "compress")(beside) == "gpu"
 
 
 def test_only_a_pallas_call_counts_as_a_kernel():
@@ -261,7 +267,7 @@ def test_only_a_pallas_call_counts_as_a_kernel():
                               interpret=True)(x)  # fmt: skip
 
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    assert kernel_coverage.kernels(plain, x) == kernel_coverage.kernels(kernel, x) == []
+    assert kernel_coverage.kernels(plain, x) == kernel_coverage.kernels(kernel, x) == {}
 
 
 def test_a_description_holds_what_the_architecture_has():

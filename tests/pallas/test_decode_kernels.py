@@ -23,7 +23,7 @@ BLOCK = 64
 
 def output(partial):
     """o / l, zero where nothing was seen, in float64."""
-    o, _, l = (np.asarray(x, np.float64) for x in partial)  # noqa: E741
+    o, _, l = (np.asarray(x, np.float64) for x in partial[:3])  # noqa: E741
     return o / np.where(l > 0, l, 1)[..., None]
 
 
@@ -94,6 +94,34 @@ def test_pooled_decode_over_ragged_heads_against_float64(dim, heads, kv_heads, s
                 want = (p / p.sum(-1, keepdims=True)) @ v[row, own, :n]
             limit = TOLERANCES["decode"][dtype]
             assert np.abs(got[row, head] - want).max() <= limit * max(np.abs(want).max(), 1.0)
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,steps,skip,dtype", [(6, 2, 1, 0, "float32"), (5, 1, 4, 67, "bfloat16")]
+)
+def test_pooled_decode_gives_what_each_slot_gets(heads, kv_heads, steps, skip, dtype):
+    """The sums over queries are those of the probabilities; slots that are skipped get nothing."""
+    slots = 5 * BLOCK + 3  # several shares, and a tile that ends after the slots do
+    lengths = {1: [[slots], [skip]], 2: [[slots, 0], [1, BLOCK + 1]]}[kv_heads]
+    lengths = jnp.asarray(lengths, jnp.int32)
+    (q, k, v, _), _ = pooled.example((2, heads, kv_heads, slots, 64))
+    q = jnp.concatenate([q * (i + 1) for i in range(steps)], 2)
+    q, k, v = cast((q, k, v), dtype)
+    args = q, poison(k, lengths), poison(v, lengths), lengths
+    options = {"skip": skip, "sums": True}
+    compare(pooled.pooled_decode, args, options, dtype)
+    q64, k64 = (np.asarray(x, np.float64) for x in (q, k))
+    limit = TOLERANCES["decode"][dtype]
+    for impl in ("interpret", "xla"):
+        run = jax.jit(functools.partial(pooled.pooled_decode, impl=impl, **options))
+        got = np.asarray(run(q, k, v, lengths)[3], np.float64)
+        for row, head in np.ndindex(2, kv_heads):
+            n, own = int(lengths[row, head]), slice(head * heads // kv_heads, None)
+            s = q64[row, own][: heads // kv_heads] @ k64[row, head, skip:n].T * 64**-0.5
+            p = np.exp(s - s.max(-1, initial=-1e30, keepdims=True))
+            want = np.zeros(slots)
+            want[skip:n] = (p / np.maximum(p.sum(-1, keepdims=True), 1e-30)).sum((0, 1))
+            assert np.abs(got[row, head] - want).max() <= limit * max(want.max(), 1.0)
 
 
 def test_time_follows_the_length_not_the_capacity():

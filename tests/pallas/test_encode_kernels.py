@@ -94,6 +94,7 @@ CODEBOOKS = [
     (3, (Part(80, 8),), True),
     (19, (Part(64, 3, True),), True),
     (9, (Part(48, 3), Part(16, 4)), True),
+    (5, (Part(48, 3, True), Part(16, 4, True)), False),
 ]
 
 
@@ -139,9 +140,10 @@ def test_what_the_codebook_kernel_cannot_do_is_xlas_unless_it_was_asked_for():
         run(codebook_encode, "auto", x, turn, **options),
         run(codebook_encode, "xla", x, turn, **options),
     )
-    signs = {**options, "parts": (Part(12, 2, True), Part(8, 3, True))}
-    with pytest.raises(NotImplementedError, match="one part|whole bytes"):
-        codebook_encode(x, turn, impl="interpret", **signs)
+    wide = (Part(160, 4, True),)
+    (y, spin), options_of_wide = codebook_api.example((1, 1, 4, 160, wide))
+    with pytest.raises(NotImplementedError, match="sketches up to 128 channels"):
+        codebook_encode(y, spin, impl="interpret", **options_of_wide)
     with pytest.raises(ValueError, match="turn of shape"):
         codebook_encode(x, turn[:, :16], **options)
 

@@ -7,12 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.methods.symmetric import Symmetric
+from kvjax.methods.turboquant import TurboQuant
+from kvjax.pallas.anchor_assign.api import anchor_assign
+from kvjax.pallas.group_quantize.api import group_quantize
 from kvjax.types import PromptShape
 from tests import prompts
 from tests.pallas.tolerances import TOLERANCES
 from tests.prompts import Shape, compress, step
 
-# The op of every method whose step has a kernel; the others evict or score with XLA.
+# The op of every method whose step has a kernel.
 OPS = {
     "full": "pooled_decode",
     "snapkv": "pooled_decode",
@@ -22,6 +26,10 @@ OPS = {
     "random": "pooled_decode",
     "expected_attention": "pooled_decode",
     "streaming_llm-prompt": "pooled_decode",
+    "streaming_llm-step": "pooled_decode",
+    "streaming_llm-moved": "pooled_decode",
+    "h2o-step": "pooled_decode",
+    "tova-step": "pooled_decode",
     "h2o-prompt": "pooled_decode",
     "tova-prompt": "pooled_decode",
     "adakv-uniform": "ragged_decode",
@@ -38,7 +46,7 @@ OPS = {
     "anchorkv-plain": "anchor_decode",
     "anchorkv-options": "anchor_decode",
 }
-WITHOUT = {"h2o-step", "tova-step", "streaming_llm-step", "streaming_llm-moved", "symmetric"}
+WITHOUT = {"symmetric"}  # why: its `no_kernel`
 PACKED = [
     c for c, op in OPS.items() if op not in ("pooled_decode", "ragged_decode", "paged_decode")
 ]
@@ -77,6 +85,31 @@ def with_impl(tree, impl):
         if f.name == "impl" or dataclasses.is_dataclass(getattr(tree, f.name))
     }
     return dataclasses.replace(tree, **changes)
+
+
+def test_a_request_names_the_decode_op_and_what_runs_beside_it():
+    """ "tpu" and "triton" are the decode op's; ops without them refuse, methods run `BESIDE`."""
+    shape = Shape(64, 6, 2, (150,))
+    layer, prompt = prompts.info(shape), prompts.prompt(shape)
+    for case, op in (("kivi", "group_quantize"), ("anchorkv-plain", "anchor_assign")):
+        method = prompts.setting(case, shape.row)
+        for impl, count in (("triton", 1), ("tpu", 0)):
+            own = dataclasses.replace(method, impl=impl)
+            program = jax.make_jaxpr(lambda p, own=own: own.compress(p, layer))(prompt)
+            assert (str(program).count(f"name={op}") > 0) == count, (case, impl)
+        program, _ = traced(case, shape, "tpu")
+        assert "pallas_call" in str(program)
+    x = jnp.zeros((1, 2, 32, 64))
+    for impl in ("tpu", "triton"):
+        calls = [
+            lambda impl=impl: group_quantize(x, bits=2, group=32, axis=3, impl=impl),
+            lambda impl=impl: anchor_assign(x, x, jnp.ones((1, 2, 32), bool), impl=impl),
+            lambda impl=impl: compress(TurboQuant(impl=impl), prompt, layer),
+            lambda impl=impl: compress(Symmetric(impl=impl), prompt, layer),
+        ]
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=f"has no impl='{impl}'"):
+                call()
 
 
 def test_every_case_is_listed_with_its_op_or_without_one():
@@ -124,7 +157,8 @@ def test_no_dense_keys_or_values_outside_the_kernel(case):
     [
         ("kivi", "bfloat16"), ("gear-plain", "float32"), ("turboquant-prod", "float32"),
         ("anchorkv-lean", "float32"), ("anchorkv-options", "float32"),
-        ("adakv-uniform", "bfloat16"),
+        ("adakv-uniform", "bfloat16"), ("h2o-step", "float32"), ("tova-step", "bfloat16"),
+        ("streaming_llm-step", "float32"),
     ],
 )  # fmt: skip
 def test_step_agrees_with_the_specification(case, dtype):

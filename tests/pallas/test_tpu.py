@@ -52,7 +52,7 @@ def poison(x, lengths, axis):
 
 def agree(found, wanted, op, dtype):
     limit = TOLERANCES[op][dtype]
-    for name, a, b in zip("oml", found, wanted, strict=False):
+    for name, a, b in zip("omls", found, wanted, strict=False):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert np.isfinite(a).all(), name
         assert np.abs(a - b).max() <= limit * max(np.abs(b).max(), 1.0), name
@@ -66,7 +66,20 @@ def test_pooled_decode(dim, dtype):
     found = run(
         pooled_tpu.pooled_decode, q, *(poison(x, lengths, 2) for x in (k, v)), lengths, block=BLOCK
     )
-    agree(found, specified(pooled_xla.pooled_decode, q, k, v, lengths), "decode", dtype)
+    options = {"skip": 0, "sums": False}
+    agree(found, specified(pooled_xla.pooled_decode, q, k, v, lengths, **options), "decode", dtype)
+
+
+def test_pooled_decode_with_sums():
+    lengths = jnp.asarray([[*LENGTHS[1:3], 0]], jnp.int32)
+    options = {"skip": 3, "sums": True}
+    q = normal(0, (1, 6, 2, 64))
+    k, v = (normal(seed, (1, 3, 2 * BLOCK + 3, 64)) for seed in (1, 2))
+    poisoned = (poison(x, lengths, 2) for x in (k, v))
+    found = run(pooled_tpu.pooled_decode, q, *poisoned, lengths, block=BLOCK, **options)
+    wanted = specified(pooled_xla.pooled_decode, q, k, v, lengths, **options)
+    agree(found, wanted, "decode", "float32")
+    assert np.asarray(found[3]).sum(-1) == pytest.approx(np.asarray([[4.0, 4.0, 0.0]]), rel=1e-4)
 
 
 @pytest.mark.parametrize(("dim", "dtype", "window"), [(64, "bfloat16", None), (80, "float32", 20)])

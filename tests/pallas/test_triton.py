@@ -4,6 +4,7 @@ None of it needs a GPU. What needs Triton, or jax-triton with a GPU plugin of JA
 that is missing.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -234,6 +235,13 @@ def test_what_the_kernels_cannot_do_is_named():
         anchor.plan(q, three, widths, rope)
     with pytest.raises(NotImplementedError, match="head_dim 20"):
         quantized.plan(quant_arguments(20, 8, 4), 8, 8)
+    with pytest.raises(NotImplementedError, match="head_dim 256 of float32"):
+        quantized.plan(quant_arguments(256, 4, dtype=jnp.float32), 4, 4)
+    wide, widths, rope = anchor_arguments(256, jnp.float32)
+    for impl in ("gpu", "triton"):  # registers spill
+        op = functools.partial(anchor_api.anchor_decode, widths=widths, rope=rope, impl=impl)
+        with pytest.raises(NotImplementedError, match="head_dim 256 of float32|jax-triton"):
+            jax.eval_shape(op, *wide)
 
 
 def test_split_bounds_follow_the_capacity():

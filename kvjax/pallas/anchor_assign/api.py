@@ -47,8 +47,7 @@ def anchor_assign(
         x: [..., S, H], keys before RoPE, or values.
         anchors: f32[..., A, H], as stored (after their own quantization).
         valid: bool [..., A].
-        impl: see `dispatch.choose`. The op has no kernel of its own for impl="tpu", which is XLA,
-            nor for impl="triton", which is impl="gpu".
+        impl: see `dispatch.choose`; no kernel for "tpu" or "triton" (`dispatch.beside`).
 
     Returns:
         index i32[..., S] and gamma f32[..., S].
@@ -59,8 +58,6 @@ def anchor_assign(
         "xla": xla.anchor_assign,
         "gpu": gpu.anchor_assign,
         "interpret": functools.partial(gpu.anchor_assign, interpret=True),
-        "triton": gpu.anchor_assign,
-        "tpu": xla.anchor_assign,
     }
     return dispatch.choose("anchor_assign", impl, backends, AXES if x.ndim == 4 else None)(
         x, anchors, valid

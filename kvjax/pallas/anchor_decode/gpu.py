@@ -15,8 +15,6 @@ from kvjax.pallas import split_k
 from kvjax.pallas.anchor_decode import xla
 from kvjax.rope import Rope, tables
 
-_BLOCK = 32
-
 
 def anchor_decode(
     q: Array, coded: Any, *, widths: Any, rope: Rope, interpret: bool = False
@@ -24,6 +22,12 @@ def anchor_decode(
     """See `api.anchor_decode`."""
     batch, _, steps, dim = q.shape
     kv_heads, kind = coded.index.shape[2], split_k.exact(q.dtype)
+    if kind == jnp.float32 and dim > 128:  # registers spill
+        raise NotImplementedError(
+            f"anchor_decode's GPU kernel: head_dim {dim} of {q.dtype} must be at most 128, or"
+            " bfloat16."
+        )
+    block = 16 if kind == jnp.float32 else 32
     half, turns = len(rope.inv_freq), coded.index.shape[3]
     total = coded.index.shape[-1] * 8 // widths.index if widths.index else coded.index.shape[-1]
     # The anchors alone are decoded outside: a few rows, not a row a token.
@@ -40,7 +44,7 @@ def anchor_decode(
     for i, (r, _) in enumerate(stored):
         sides[f"words{i}"], sides[f"prefix{i}"] = map(split_k.of_sides, (r.words, r.prefix))
         sides[f"codes{i}"], sides[f"scales{i}"] = map(split_k.of_row, (r.codes, r.scales))
-    spins = _spins(rope, total)
+    spins = _spins(rope, total, block)
     sides |= {f"spin{i}": split_k.whole(x) for i, x in enumerate(spins)}
 
     parts = [(0, half), (half, half), (2 * half, dim - 2 * half)]
@@ -94,10 +98,10 @@ def anchor_decode(
                     mean = split_k.gather(ref["mean"], 0, split_k.columns(size, first))
                     piece += mean.astype(jnp.float32)[None]
                 pieces.append(piece)
-            block, column = start // _BLOCK, split_k.columns(half)
+            row, column = start // block, split_k.columns(half)
             fine = at[:, None] - start
             here, there = (
-                split_k.gather(ref[f"spin{i}"], block, column)[None] for i in (0, 1)
+                split_k.gather(ref[f"spin{i}"], row, column)[None] for i in (0, 1)
             )  # cos, sin of the tile
             near, far = (split_k.gather(ref[f"spin{i}"], fine, column[None]) for i in (2, 3))
             cos, sin = here * near - there * far, there * near + here * far
@@ -132,7 +136,7 @@ def anchor_decode(
     o, m, l = split_k.decode(  # noqa: E741
         "anchor_decode", tile, queries, list(sides.values()),
         jnp.broadcast_to(coded.lengths[:, None, None], (batch, kv_heads, steps)),
-        steps=steps, tokens=_BLOCK, block=_BLOCK, capacity=total,
+        steps=steps, tokens=block, block=block, capacity=total,
         widths=[dim] * (1 + bool(stored)), interpret=interpret,
         num_warps=4 if dim <= 64 else 8, num_stages=1,
     )  # fmt: skip
@@ -143,8 +147,8 @@ def anchor_decode(
     return out, m, l
 
 
-def _spins(rope: Rope, tokens: int) -> tuple[Array, ...]:
+def _spins(rope: Rope, tokens: int, block: int) -> tuple[Array, ...]:
     """cos, sin of the tiles' first positions f32[tiles, half], and of the places in a tile."""
-    tiles = jnp.arange(-(-tokens // _BLOCK), dtype=jnp.int32) * _BLOCK
+    tiles = jnp.arange(-(-tokens // block), dtype=jnp.int32) * block
     plain = dataclasses.replace(rope, attention_scaling=1.0)
-    return *tables(rope, tiles), *tables(plain, jnp.arange(_BLOCK, dtype=jnp.int32))
+    return *tables(rope, tiles), *tables(plain, jnp.arange(block, dtype=jnp.int32))

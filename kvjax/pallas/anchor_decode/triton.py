@@ -37,16 +37,15 @@ def plan(q: Array, coded, widths, rope: Rope) -> common.Plan:
     """How to call the kernel; the arguments are those of `anchor_decode`.
 
     Raises:
-        NotImplementedError: for more than two widths or stages of residuals, or a head dim whose
-            codes of a width leave a byte partly filled.
+        NotImplementedError: for more than two widths or stages of residuals, and see
+            `triton_launch.check`.
     """
     batch, dim, kv_heads = q.shape[0], q.shape[3], coded.anchors.shape[2]
     if len(coded.residuals) > 2:
         raise NotImplementedError(
             f'impl="triton" of anchor_decode: {len(coded.residuals)} residuals a token, at most 2.'
         )
-    if dim % 8:
-        raise NotImplementedError(f'impl="triton" of anchor_decode: head_dim {dim} is not 8 * n.')
+    common.check("anchor_decode", q)
     capacity = coded.index.shape[-1]
     if widths.index:
         capacity = capacity * 8 // widths.index

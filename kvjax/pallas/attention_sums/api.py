@@ -19,10 +19,11 @@ AXES = ((_HEAD, _KV, _HEAD, ("batch",)), (_KV,))
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
     """Arguments and keyword arguments for an entry of `SHAPES`."""
-    batch, heads, kv_heads, columns, dim = shape
+    batch, heads, kv_heads, columns, dim, *dtype = shape
+    dtype = dtype[0] if dtype else "bfloat16"
     one, two = jax.random.split(jax.random.key(seed))
-    q = jax.random.normal(one, (batch, heads, columns, dim), jnp.bfloat16)
-    k = jax.random.normal(two, (batch, kv_heads, columns, dim), jnp.bfloat16)
+    q = jax.random.normal(one, (batch, heads, columns, dim), dtype)
+    k = jax.random.normal(two, (batch, kv_heads, columns, dim), dtype)
     # What logits of a unit Gaussian sum to.
     lse = jnp.log(jnp.arange(1, columns + 1, dtype=jnp.float32)) + 0.5
     lse = jnp.broadcast_to(lse, (batch, heads, columns))

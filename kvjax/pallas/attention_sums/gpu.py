@@ -13,6 +13,7 @@ from kvjax.pallas import compat
 from kvjax.pallas.flash_prefill.gpu import dot, load
 
 _LOG2E = math.log2(math.e)
+_CHANNELS = 64  # of a product of rows that are too wide
 _UNSEEN = 1e30  # a log-sum-exp that leaves no probability
 
 
@@ -51,7 +52,7 @@ def attention_sums(
         ],
         out_specs=pl.BlockSpec((None, size), lambda i, h: (h, i)),
         out_shape=jax.ShapeDtypeStruct((batch * kv_heads, columns), jnp.float32),
-        compiler_params=compat.gpu_params(4 if exact or dim <= 128 else 8, 2),
+        compiler_params=compat.gpu_params(8 if dim > 128 else 4, 1 if exact and dim > 128 else 2),
         interpret=interpret,
         name="attention_sums",
     )(
@@ -71,8 +72,28 @@ def _kernel(
     mine = pl.program_id(0)
     first = starts_ref[pl.program_id(1) // kv_heads]
     column = mine * size + jnp.arange(size)
-    inside = (column < columns)[:, None] & (jnp.arange(width) < dim)[None]
-    k = plgpu.load(k_ref, mask=jnp.broadcast_to(inside, (size, width)), other=0.0)
+    some = width if q_ref.dtype.itemsize == 2 or width <= 128 else _CHANNELS
+
+    def keys(at):
+        inside = (column < columns)[:, None] & (at + jnp.arange(some) < dim)[None]
+        return plgpu.load(k_ref.at[:, pl.ds(at, some)], mask=inside, other=0.0)
+
+    k = keys(0)
+
+    def scores(head, j):
+        """Of the keys and a block of queries."""
+        if some == width:
+            q = load(q_ref, (head,), j * size, size, columns, dim)
+            return dot(k, q, (1, 1), interpret)
+
+        def add(part, s):  # wide float32 rows do not stay in registers
+            here = pl.ds(part * some, some)
+            real = j * size + jnp.arange(size) < columns
+            real = real[:, None] & (part * some + jnp.arange(some) < dim)[None]
+            q = plgpu.load(q_ref.at[head, pl.ds(j * size, size), here], mask=real, other=0.0)
+            return s + dot(keys(part * some), q, (1, 1), interpret)
+
+        return lax.fori_loop(0, width // some, add, jnp.zeros((size, size), jnp.float32))
 
     def add(head, j, sums, masked):
         row = j * size + jnp.arange(size)
@@ -80,8 +101,7 @@ def _kernel(
             lse_ref.at[head, pl.ds(j * size, size)], mask=row < columns, other=_UNSEEN
         )
         norm = jnp.where((row >= first) & (row >= columns - last), norm * _LOG2E, _UNSEEN)
-        q = load(q_ref, (head,), j * size, size, columns, dim)
-        s = dot(k, q, (1, 1), interpret) * (dim**-0.5 * _LOG2E)
+        s = scores(head, j) * (dim**-0.5 * _LOG2E)
         p = jnp.exp2(s - norm[None])
         return sums + (jnp.where(column[:, None] <= row[None], p, 0.0) if masked else p)
 

@@ -19,6 +19,7 @@ SHAPES = {
     "smollm2_135m_3.5bit": (1, 3, 2048, 64, (Part(48, 3), Part(16, 4))),
     "llama3_8b_3bit": (1, 8, 32768, 128, (Part(128, 3),)),
     "llama3_8b_4bit_prod": (1, 8, 32768, 128, (Part(128, 4, True),)),
+    "llama3_8b_3.5bit_prod": (1, 8, 32768, 128, (Part(96, 3, True), Part(32, 4, True))),
     "qwen2_5_7b_2bit": (1, 4, 32768, 128, (Part(128, 2),)),
     "qwen2_5_7b_8bit": (1, 4, 32768, 128, (Part(128, 8),)),
 }
@@ -65,8 +66,7 @@ def codebook_encode(
         corrected: store |y| over the norm of the levels (of a part without signs), so that a vector
             comes back with its own norm.
         seed: of `quant.sketch`, for parts with signs.
-        impl: see `dispatch.choose`; "auto" is XLA where the kernel cannot do a part. The op has no
-            kernel of its own for impl="tpu", which is XLA, nor for "triton", which is "gpu".
+        impl: see `dispatch.choose`.
 
     Returns:
         codes uint8 [B, K, T, P], `quant.pack` of each part's codes, side by side, and f16[B, K, T,
@@ -88,11 +88,7 @@ def codebook_encode(
         "xla": xla.codebook_encode,
         "gpu": gpu.codebook_encode,
         "interpret": functools.partial(gpu.codebook_encode, interpret=True),
-        "triton": gpu.codebook_encode,
-        "tpu": xla.codebook_encode,
     }
-    if impl == "auto" and gpu.refusal(parts):
-        impl = "xla"
     return dispatch.choose("codebook_encode", impl, backends, axes(x, turn))(
         x, turn, parts=parts, corrected=corrected, seed=seed
     )

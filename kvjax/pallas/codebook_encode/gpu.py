@@ -1,4 +1,4 @@
-"""codebook_encode on GPUs: a program rotates a block of vectors, codes and packs them.
+"""codebook_encode on GPUs: a program rotates a block of vectors, codes and packs a part of them.
 
 A byte holds coordinates that are a fixed number of channels apart. The rotation's columns come in
 such runs ("planes"), so that what a byte holds is at the same place of several tiles.
@@ -32,8 +32,8 @@ def refusal(parts: tuple[Part, ...]) -> str | None:
     for part in parts:
         if part.dim % _planes(part):
             return f"codebook_encode's kernel needs whole bytes of {_planes(part)} codes: {part}."
-        if part.signs and (part.dim > 128 or len(parts) > 1):  # registers spill
-            return f"codebook_encode's kernel sketches one part of up to 128 channels: {parts}."
+        if part.signs and part.dim > 128:  # registers spill
+            return f"codebook_encode's kernel sketches up to 128 channels: {part}."
     return None
 
 
@@ -49,40 +49,47 @@ def codebook_encode(
     """See `api.codebook_encode`."""
     if why := refusal(parts):
         raise NotImplementedError(why)
+    codes, scales, at = [], [], 0
+    for part in parts:
+        found = _one(x, turn[..., at : at + part.dim], part, corrected, seed, interpret)
+        at += part.dim
+        codes.append(found[0])
+        scales.append(found[1])
+    return jnp.concatenate(codes, -1), jnp.concatenate(scales, -1)
+
+
+def _one(
+    x: Array, turn: Array, part: Part, corrected: bool, seed: int, interpret: bool
+) -> tuple[Array, Array]:
+    """Codes and scales of a part, whose columns `turn` has alone."""
     shape, dim = x.shape[:-1], x.shape[-1]
     x = x.reshape(*((-1, shape[2]) if turn.ndim == 4 else (1, -1)), dim)
     turn = turn.reshape(-1, dim, turn.shape[-1]).astype(jnp.float32)
     lead, tokens = x.shape[:2]
-    width, rows = (
-        max(_CHANNELS, pl.next_power_of_2(dim)),
-        32 if dim <= 128 and len(parts) == 1 and not parts[0].signs else 16,
-    )
-    inputs, at = [], 0
-    for part in parts:
-        inputs += _inputs(part, turn[..., at : at + part.dim], width, seed)
-        at += part.dim
-    sizes = sum(part.code_bytes for part in parts), sum(part.scales for part in parts)
-    wide = pl.next_power_of_2(sizes[0] + width)  # a tile may end after the bytes do
+    width = max(_CHANNELS, pl.next_power_of_2(dim))
+    rows = 32 if dim <= 128 and not part.signs else 16
+    inputs = _inputs(part, turn, width, seed)
+    wide = pl.next_power_of_2(part.code_bytes + width)  # a tile may end after the bytes do
 
     def of_token(size):
         return pl.BlockSpec((None, rows, size), lambda i, b: (b, i, 0))
 
     codes, scales = pl.pallas_call(
         functools.partial(
-            _kernel, parts=parts, tokens=tokens, dim=dim, corrected=corrected, interpret=interpret
+            _kernel, part=part, tokens=tokens, dim=dim, corrected=corrected, interpret=interpret
         ),
         grid=(pl.cdiv(tokens, rows), lead),
         in_specs=[of_token(width), *(_whole(y, y.ndim == 4) for y in inputs)],
-        out_specs=[of_token(wide), of_token(sizes[1])],
+        out_specs=[of_token(wide), of_token(part.scales)],
         out_shape=[
-            jax.ShapeDtypeStruct((lead, tokens, sizes[0]), jnp.uint8),
-            jax.ShapeDtypeStruct((lead, tokens, sizes[1]), jnp.float16),
+            jax.ShapeDtypeStruct((lead, tokens, part.code_bytes), jnp.uint8),
+            jax.ShapeDtypeStruct((lead, tokens, part.scales), jnp.float16),
         ],
         compiler_params=compat.gpu_params(8 if rows < 32 else 4, 2),
         interpret=interpret,
         name="codebook_encode",
     )(x, *inputs)
-    return codes.reshape(*shape, sizes[0]), scales.reshape(*shape, sizes[1])
+    return codes.reshape(*shape, -1), scales.reshape(*shape, -1)
 
 
 def _whole(x: Array, by_head: bool) -> pl.BlockSpec:
@@ -112,46 +119,34 @@ def _inputs(part: Part, turn: Array, width: int, seed: int) -> list[Array]:
     return found
 
 
-def _kernel(x_ref, *refs, parts, tokens, dim, corrected, interpret):
-    *refs, codes_ref, scales_ref = refs
-    refs = iter(refs)
+def _kernel(x_ref, *refs, part, tokens, dim, corrected, interpret):
+    turn_ref, *refs, codes_ref, scales_ref = refs
     rows, width = x_ref.shape
     real = pl.program_id(0) * rows + jnp.arange(rows) < tokens
     inside = real[:, None] & (jnp.arange(width) < dim)[None]
     x = plgpu.load(x_ref, mask=jnp.broadcast_to(inside, (rows, width)), other=0.0)
     peak = jnp.abs(x.astype(jnp.float32)).max(1)
 
-    def rotate(turn_ref):
-        """The planes of x turn; a few channels at a time, for want of registers."""
-
-        def add(j, planes):
-            some = j * _CHANNELS + jnp.arange(_CHANNELS) < dim
-            here = pl.ds(j * _CHANNELS, _CHANNELS)
-            x = plgpu.load(x_ref.at[:, here], mask=real[:, None] & some[None], other=0.0)
-            x = x.astype(jnp.float32) / jnp.where(peak > 0, peak, 1.0)[:, None]
-            return tuple(
-                plane + dot(x, turn_ref[i, here, :], (1, 0), interpret)
-                for i, plane in enumerate(planes)
-            )
-
-        count, _, columns = turn_ref.shape
-        zero = jnp.zeros((rows, columns), jnp.float32)
-        return lax.fori_loop(0, width // _CHANNELS, add, (zero,) * count)
-
-    byte = at = 0
-    for part in parts:
-        turn_ref = next(refs)
-        sketch_ref = next(refs) if part.signs else None
-        tables = (next(refs), next(refs)) if part.level_bits > 4 else None
-        codes, norm, *own = _encode(
-            rotate(turn_ref), part, sketch_ref, tables, corrected, interpret
+    def add(j, planes):  # of x turn; a few channels at a time, for want of registers
+        some = j * _CHANNELS + jnp.arange(_CHANNELS) < dim
+        here = pl.ds(j * _CHANNELS, _CHANNELS)
+        x = plgpu.load(x_ref.at[:, here], mask=real[:, None] & some[None], other=0.0)
+        x = x.astype(jnp.float32) / jnp.where(peak > 0, peak, 1.0)[:, None]
+        return tuple(
+            plane + dot(x, turn_ref[i, here, :], (1, 0), interpret)
+            for i, plane in enumerate(planes)
         )
-        for scale in (peak * norm, *own):
-            scale = jnp.minimum(scale, _FLOAT16_MAX).astype(jnp.float16)
-            plgpu.store(scales_ref.at[:, pl.ds(at, 1)], scale[:, None], mask=real[:, None])
-            at += 1
-        _pack(codes_ref, codes, part, byte, real)
-        byte += part.code_bytes
+
+    count, _, columns = turn_ref.shape
+    planes = (jnp.zeros((rows, columns), jnp.float32),) * count
+    planes = lax.fori_loop(0, width // _CHANNELS, add, planes)
+
+    sketch_ref = refs.pop(0) if part.signs else None
+    codes, norm, *own = _encode(planes, part, sketch_ref, refs, corrected, interpret)
+    for at, scale in enumerate((peak * norm, *own)):
+        scale = jnp.minimum(scale, _FLOAT16_MAX).astype(jnp.float16)
+        plgpu.store(scales_ref.at[:, pl.ds(at, 1)], scale[:, None], mask=real[:, None])
+    _pack(codes_ref, codes, part, real)
 
 
 def _encode(y, part, sketch_ref, tables, corrected, interpret):
@@ -168,11 +163,14 @@ def _encode(y, part, sketch_ref, tables, corrected, interpret):
     if not part.signs:
         return codes, norm / _norm(levels) if corrected else norm
     y = [plane - level for plane, level in zip(y, levels, strict=True)]
-    for j in range(count):
-        sketched = sum(
-            dot(y[i], sketch_ref[i * count + j], (1, 0), interpret) for i in range(count)
-        )
-        codes[j] |= (sketched > 0).astype(jnp.int32) << part.level_bits
+    plain = interpret or columns <= 16  # else each of the warps holds all of many small tiles
+
+    def sketched(j, signs):  # bit j: of plane j
+        total = sum(dot(y[i], sketch_ref[i * count + j], (1, 0), plain) for i in range(count))
+        return signs | ((total > 0).astype(jnp.int32) << j)
+
+    signs = lax.fori_loop(0, count, sketched, jnp.zeros(y[0].shape, jnp.int32))
+    codes = [code | (((signs >> j) & 1) << part.level_bits) for j, code in enumerate(codes)]
     return codes, norm, _norm(y)
 
 
@@ -181,7 +179,7 @@ def _norm(planes):
 
 
 def _nearest(x, part, tables):
-    if tables is None:
+    if not tables:
         return quant.coordinate_encode(x, part.level_bits, part.dim)
     code = jnp.zeros(x.shape, jnp.int32)  # by halves: how many edges are below
     for bit in reversed(range(part.level_bits)):
@@ -191,14 +189,14 @@ def _nearest(x, part, tables):
 
 
 def _level(code, part, tables):
-    if tables is None:
+    if not tables:
         return quant.coordinate_decode(code, part.level_bits, part.dim)
     return tables[1][code]
 
 
-def _pack(codes_ref, codes, part, byte, real):
+def _pack(codes_ref, codes, part, real):
     """`quant.pack` of planes: codes `len(codes) / per` planes apart share a byte."""
-    size, columns = part.dim // len(codes), codes[0].shape[1]
+    size, columns, byte = part.dim // len(codes), codes[0].shape[1], 0
     mask = real[:, None] & (jnp.arange(columns) < size)[None]
     for width, shift in quant.parts(part.bits):
         per = 8 // width

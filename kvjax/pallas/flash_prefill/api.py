@@ -11,11 +11,12 @@ from kvjax.pallas import dispatch
 from kvjax.pallas.flash_prefill import gpu, tpu, xla
 from kvjax.typed import typed
 
-# batch, query heads, KV heads, columns, head dim
+# batch, query heads, KV heads, columns, head dim, and the dtype if it is not bfloat16
 SHAPES = {
     "smollm2_135m": (1, 9, 3, 2048, 64),
     "llama3_8b": (1, 32, 8, 8192, 128),
     "qwen2_5_7b": (1, 28, 4, 8192, 128),
+    "gemma2_2b_float32": (1, 8, 4, 8192, 256, "float32"),
 }
 _HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
 # names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
@@ -24,10 +25,10 @@ AXES = ((_HEAD, _KV, _KV, ("batch",)), (_HEAD, _HEAD))
 
 def example(shape: tuple, seed: int = 0) -> tuple[tuple, dict]:
     """Arguments and keyword arguments for an entry of `SHAPES`."""
-    batch, heads, kv_heads, columns, dim = shape
+    batch, heads, kv_heads, columns, dim, *dtype = shape
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k, v = (
-        jax.random.normal(key, (batch, n, columns, dim), jnp.bfloat16)
+        jax.random.normal(key, (batch, n, columns, dim), *(dtype or ["bfloat16"]))
         for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
     )
     return (q, k, v, jnp.zeros(batch, jnp.int32)), {}

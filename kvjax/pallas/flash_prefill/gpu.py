@@ -21,7 +21,7 @@ def blocks(dim: int, dtype: jnp.dtype, whole: bool) -> tuple[int, int, int, int]
     `whole`: all tiles are full; masks of those that are not need registers.
     """
     if dtype.itemsize > 2:
-        return (32, 32, 8, 2) if dim <= 128 else (16, 16, 4, 2)
+        return (32, 32, 8, 2) if dim <= 128 else (16, 16, 8, 1)
     if dim <= 64:
         return 128, 64, 8, 3
     return (128, 64 if whole else 32, 8, 2) if dim <= 128 else (64, 32, 8, 2)

@@ -50,8 +50,7 @@ def group_quantize(
         bits: 1 to 8.
         group: neighbours that share a scale; it divides the axis.
         axis: 2: a group is `group` tokens of a channel (keys); 3: channels of a token (values).
-        impl: see `dispatch.choose`. The op has no kernel of its own for impl="tpu", which is XLA,
-            nor for impl="triton", which is impl="gpu".
+        impl: see `dispatch.choose`; no kernel for "tpu" or "triton" (`dispatch.beside`).
 
     Returns:
         packed codes uint8 [B, K, S, packed_size(H, bits)], scale and zero f16 [B, K, S / group, H]
@@ -70,8 +69,6 @@ def group_quantize(
         "xla": xla.group_quantize,
         "gpu": gpu.group_quantize,
         "interpret": functools.partial(gpu.group_quantize, interpret=True),
-        "triton": gpu.group_quantize,
-        "tpu": xla.group_quantize,
     }
     return dispatch.choose("group_quantize", impl, backends, AXES)(
         x, bits=bits, group=group, axis=axis

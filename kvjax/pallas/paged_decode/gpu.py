@@ -5,8 +5,6 @@ from jax import Array
 
 from kvjax.pallas import split_k
 
-_BLOCK = 64
-
 
 def paged_decode(
     q: Array, k_pages: Array, v_pages: Array, table: Array, lengths: Array, *,
@@ -15,6 +13,7 @@ def paged_decode(
     """See `api.paged_decode`."""
     batch, _, steps, dim = q.shape
     pages, kv_heads, size, _ = k_pages.shape
+    block, warps, stages = split_k.dense_plan(k_pages.dtype)
 
     def of_pool(x):
         return split_k.Operand(x, (pages, None, size, dim), lambda b, h: (0, h, 0, 0))
@@ -28,7 +27,7 @@ def paged_decode(
     (o,), m, l = split_k.decode(  # noqa: E741
         "paged_decode", split_k.dense_tile(dim, k_pages.dtype, load),
         [q], [of_pool(k_pages), of_pool(v_pages), split_k.of_row(table)], limits,
-        steps=steps, tokens=_BLOCK, block=_BLOCK, capacity=table.shape[1] * size, widths=[dim],
-        interpret=interpret,
+        steps=steps, tokens=block, block=block, capacity=table.shape[1] * size, widths=[dim],
+        interpret=interpret, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, m, l

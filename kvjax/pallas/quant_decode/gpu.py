@@ -24,7 +24,8 @@ def quant_decode(
     batch, _, steps, dim = q.shape
     kv_heads, kind = k_codes.shape[1], split_k.exact(q.dtype)
     group, v_groups = k_codes.shape[2] // k_scale.shape[2], v_scale.shape[3]
-    tokens = groups.tile_tokens(group)
+    small = kind == jnp.float32  # for want of registers
+    tokens = groups.tile_tokens(group, most=16 if small else 128)
 
     def tile(queries, refs, head):
         def scores(start, at):
@@ -48,5 +49,6 @@ def quant_decode(
         jnp.broadcast_to(lengths[:, None, None], (batch, kv_heads, steps)),
         steps=steps, tokens=tokens, block=split_k.power(tokens), capacity=k_codes.shape[2],
         widths=[dim // v_groups] * v_groups, interpret=interpret,
+        num_warps=4 if not small else 8 if dim <= 128 else 16, num_stages=1 if small else 2,
     )  # fmt: skip
     return jnp.concatenate(o, -1), m, l

@@ -43,12 +43,11 @@ def plan(arrays: tuple[Array, ...], k_bits: int, v_bits: int) -> common.Plan:
         v_bits: 1 to 8.
 
     Raises:
-        NotImplementedError: for a head dim whose codes of a width leave a byte partly filled.
+        NotImplementedError: see `triton_launch.check`.
     """
     q, k_codes, k_scale, _, v_codes, v_scale, *_ = arrays
     batch, dim, (kv_heads, k_slots) = q.shape[0], q.shape[3], k_codes.shape[1:3]
-    if dim % 8:
-        raise NotImplementedError(f'impl="triton" of quant_decode: head_dim {dim} is not 8 * n.')
+    common.check("quant_decode", q)
     v_slots, width, programs = v_codes.shape[2], power(dim), batch * kv_heads
     # A pool without a whole group has no scale, and nothing to attend to.
     k_group, v_group = k_slots // max(k_scale.shape[2], 1) or 1, dim // v_scale.shape[3]

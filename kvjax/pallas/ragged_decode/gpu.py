@@ -5,14 +5,13 @@ from jax import Array
 
 from kvjax.pallas import split_k
 
-_BLOCK = 64
-
 
 def ragged_decode(
     q: Array, k: Array, v: Array, slot_starts: Array, lengths: Array, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
     """See `api.ragged_decode`."""
     steps, dim = q.shape[2:]
+    block, warps, stages = split_k.dense_plan(k.dtype)
     share = lengths.shape[1] // k.shape[1]  # KV heads of a pool
 
     def of_pool(x):
@@ -25,7 +24,7 @@ def ragged_decode(
     (o,), m, l = split_k.decode(  # noqa: E741
         "ragged_decode", split_k.dense_tile(dim, k.dtype, load),
         [q], [of_pool(k), of_pool(v), split_k.of_row(slot_starts)], limits,
-        steps=steps, tokens=_BLOCK, block=_BLOCK, capacity=k.shape[2] // share, widths=[dim],
-        interpret=interpret,
+        steps=steps, tokens=block, block=block, capacity=k.shape[2] // share, widths=[dim],
+        interpret=interpret, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, m, l
