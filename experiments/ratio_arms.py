@@ -1,0 +1,65 @@
+"""One arm a method and ratio: solved, or the discrete setting whose bytes come nearest."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from experiments.arms import Arm, solve
+from kvjax import accounting, registry
+from kvjax.accounting import Budget
+from kvjax.types import PromptShape
+
+FARTHEST = 1.6  # a discrete setting this many times off a ratio does not stand for it
+
+
+class Planned(NamedTuple):
+    """The arms, and what has none."""
+
+    arms: list[Arm]
+    absent: list[str]  # sentences
+
+
+def at_ratios(
+    labels: Sequence[str], ratios: Sequence[float], shape: PromptShape, num_layers: int
+) -> Planned:
+    """Every method at every ratio; `key` of an arm names the ratio asked for.
+
+    A method with a few settings alone (KIVI's bit widths) takes the one whose bytes come nearest,
+    unless it is more than `FARTHEST` times off or stands for another ratio already.
+
+    Args:
+        labels: methods, "full" aside.
+        ratios: full bfloat16 bytes over stored bytes.
+        shape: of one prompt.
+        num_layers: layers of the model.
+
+    Raises:
+        ValueError: for an unknown method or a ratio that is not positive.
+    """
+    arms, absent = [], []
+    for label in labels:
+        method = registry.make(label)
+        taken = []
+        for ratio in ratios:
+            budget = Budget(ratio=ratio)
+            budget.check()
+            if not hasattr(method, "points"):
+                arms.append(solve(label, method, budget, shape, num_layers))
+                continue
+            points = list(method.points())
+            stores = [
+                shape.full_bytes / accounting.layer_bytes(point, shape, num_layers)
+                for point in points
+            ]
+            off = [abs(math.log(stored / ratio)) for stored in stores]
+            index = off.index(min(off))
+            stored = stores[index]
+            if off[index] > math.log(FARTHEST) or index in taken:
+                absent.append(
+                    f"{label} has no setting of its own near {ratio:g}x at {shape.num_tokens:,}"
+                    f" tokens (nearest: {stored:.1f}x)."
+                )
+                continue
+            taken.append(index)
+            arms.append(Arm(label, ratio, points[index], f"discrete setting, {stored:.1f}x"))
+    return Planned(arms, absent)

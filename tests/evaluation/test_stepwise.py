@@ -1,0 +1,112 @@
+"""Answers step by step: those of the compiled loop, whatever else is in the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import decode, registry
+from kvjax.evaluation import stepwise
+from kvjax.evaluation.stepwise import Sampling
+from models import hub
+
+PROMPTS = [[5, 9, 7], list(range(20, 60)), [3] * 11, [8, 4] * 30]
+LIMIT = 24
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return hub.load("tiny")
+
+
+@pytest.fixture(scope="module")
+def prefill(loaded):
+    return decode.prefill(loaded.model, loaded.params, *decode.left_pad(PROMPTS, 64))
+
+
+def answers(loaded, prefill, label="full", rows=None, **options):
+    caches = decode.compress(registry.make(label), prefill.prompts, loaded.model, reserve=LIMIT)
+    logits, positions = prefill.logits, prefill.lengths
+    if rows is not None:
+        caches = decode.select_rows(caches, jnp.asarray(rows))
+        logits, positions = logits[jnp.asarray(rows)], positions[rows]
+    options = {"limit": LIMIT, "stop_ids": (), "smallest": 1} | options
+    return stepwise.answer(loaded.model, loaded.params, caches, logits, positions, **options)
+
+
+def compiled(loaded, prefill, label, stop_ids):
+    caches = decode.compress(registry.make(label), prefill.prompts, loaded.model, reserve=LIMIT)
+    made, _ = decode.generate(
+        loaded.model, loaded.params, caches, prefill.logits, prefill.lengths,
+        max_new_tokens=LIMIT, stop_ids=stop_ids,
+    )  # fmt: skip
+    return [[int(t) for t in row if t >= 0] for row in np.asarray(made.tokens)]
+
+
+@pytest.mark.parametrize("label", ["full", "h2o(budget=16)", "kivi(residual_length=32)"])
+def test_answers_are_those_of_the_compiled_loop_while_the_batch_shrinks(loaded, prefill, label):
+    free = compiled(loaded, prefill, label, ())
+    stops = (free[0][1], free[2][5])  # ends some rows early, so that the batch is halved
+    expected = compiled(loaded, prefill, label, stops)
+    assert len({len(row) for row in expected}) > 1
+    found = answers(loaded, prefill, label, stop_ids=stops)
+    assert [list(a.tokens) for a in found] == expected
+    assert [a.stopped for a in found] == [row[-1] in stops for row in expected]
+    for answer in found:
+        assert len(answer.gap) == len(answer.tokens) == len(answer.stop_probability)
+        ends = answer.probability[-1] if answer.stopped else 0
+        assert answer.stop_probability[-1] >= ends
+        assert answer.kv_bytes > 0
+
+
+def test_statistics_are_those_of_the_logits(loaded, prefill):
+    found = answers(loaded, prefill, stop_ids=(7,), limit=1)
+    p = np.asarray(jax.nn.softmax(prefill.logits, -1))
+    top = np.sort(p, -1)
+    for i, answer in enumerate(found):
+        assert answer.probability[0] == pytest.approx(top[i, -1], rel=1e-5)
+        assert answer.gap[0] == pytest.approx(top[i, -1] - top[i, -2], rel=1e-4)
+        assert answer.stop_probability[0] == pytest.approx(p[i, 7], rel=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_draws_depend_on_the_rows_key_alone(loaded, prefill, top_p):
+    keys = jax.random.split(jax.random.key(3), 4)
+    together = answers(loaded, prefill, sampling=Sampling(0.9, top_p, keys))
+    order = np.array([2, 0])
+    apart = answers(loaded, prefill, rows=order, sampling=Sampling(0.9, top_p, keys[order]))
+    for row, answer in zip(order, apart, strict=True):
+        assert list(answer.tokens) == list(together[row].tokens)
+    again = answers(loaded, prefill, sampling=Sampling(0.9, top_p, jax.random.split(keys[0], 4)))
+    assert [list(a.tokens) for a in again] != [list(a.tokens) for a in together]
+
+
+def test_a_forced_answer_is_scored_and_not_chosen(loaded, prefill):
+    free = answers(loaded, prefill)
+    same = answers(loaded, prefill, forced=[a.tokens for a in free])
+    for a, b in zip(free, same, strict=True):
+        assert list(a.tokens) == list(b.tokens)
+        np.testing.assert_array_equal(a.probability, b.probability)
+    given = [[1, 2, 3], [4], [5, 6], [7]]
+    forced = answers(loaded, prefill, forced=given)
+    assert [list(a.tokens) for a in forced] == given
+    assert all((a.probability < 1).all() for a in forced)
+
+
+def test_rows_that_only_fill_the_batch_are_not_returned(loaded, prefill):
+    found = answers(loaded, prefill, real=2)
+    assert [list(a.tokens) for a in found] == [list(a.tokens) for a in answers(loaded, prefill)[:2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": 0}, "limit=0"),
+        ({"sampling": Sampling(0.5)}, "must be given keys"),
+        ({"sampling": Sampling(0.0, 0.0)}, "top_p=0.0"),
+        ({"forced": [[1], [], [1], [1]]}, "is empty"),
+    ],
+)
+def test_settings_that_give_no_answer_are_refused(loaded, prefill, options, message):
+    with pytest.raises(ValueError, match=message):
+        answers(loaded, prefill, **options)
