@@ -18,6 +18,17 @@ from models import hub  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run a file's tests of one method in a row: a worker compiles what they share once."""
+    files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
+
+    def place(item):
+        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
+        return files[item.path], case if isinstance(case, str) else ""
+
+    items.sort(key=place)
+
+
 @pytest.fixture(autouse=True)
 def bounded():
     """Programs of earlier tests are dropped before they use up the process's memory maps."""
