@@ -106,6 +106,8 @@ def start(tmp_path, *args, **variables):
         capture_output=True,
         text=True,
         env=environment | {"JAX_PLATFORMS": "cpu"} | variables,
+        # whoever runs the tests in the background has it ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
