@@ -67,6 +67,8 @@ EXPERIMENT = textwrap.dedent(
             if run.finished({"length": length}):
                 continue
             if new == int(os.environ.get("DIE_AFTER", 99)):
+                # in the background a shell has it ignored, and children inherit that
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.kill(os.getpid(), int(os.environ["DIE_BY"]))
             if config.fail:
                 raise ValueError(config.fail)
@@ -106,8 +108,6 @@ def start(tmp_path, *args, **variables):
         capture_output=True,
         text=True,
         env=environment | {"JAX_PLATFORMS": "cpu"} | variables,
-        # whoever runs the tests in the background has it ignored, and children inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
