@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.plots import _RC
+from experiments.plots import STYLE
 
 Rows = Sequence[Mapping[str, Any]]
 _COLOURS = (
@@ -44,7 +44,7 @@ def lines(
         log_y: log scale.
         level: a level to draw, such as a bound that was expected.
     """
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(max(1.6 + 4.1 * len(panels), 7.6), 4.0))
         every = figure.subplots(1, len(panels), squeeze=False)[0]
         names = list(dict.fromkeys(r[line] for rows in panels.values() for r in rows))
@@ -111,7 +111,7 @@ def bars(
         y_label: with the unit; by panel where they differ.
         level: a level to draw.
     """
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(max(2.2 + 4.2 * len(panels), 8.4), 4.0))
         every = figure.subplots(1, len(panels), squeeze=False)[0]
         names = list(dict.fromkeys(r[bar] for rows in panels.values() for r in rows))

@@ -255,7 +255,7 @@ def _step(axes: Axes, values: Sequence[float], method: str) -> None:
 
 
 def _distribution(groups: Mapping[str, Sequence[float]], title: str, label: str) -> Figure:
-    with matplotlib.rc_context(plots._RC):
+    with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(8.6, 4.2))
         axes = figure.add_subplot()
         for method, values in groups.items():

@@ -10,11 +10,6 @@ from experiments import negative_study, plots
 from experiments.report import Column, interval, markdown, table
 from experiments.runner import Run
 
-_RC = {
-    "figure.constrained_layout.use": True, "figure.dpi": 130, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.color": "#E3E3E3", "axes.axisbelow": True,
-    "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 3.2,
-}  # fmt: skip
 _TASK_COLOURS = ("#4477AA", "#CC6677", "#DDCC77", "#117733", "#88CCEE", "#AA4499", "#999933")
 _NAMES = {"streamingllm": "streaming_llm"}  # as the palette has it
 
@@ -127,7 +122,7 @@ def recommendation(rows: Sequence[Mapping[str, Any]], config: Any) -> str:
 def failure_plot(rows: Sequence[Mapping[str, Any]], rule: str, source: str) -> Figure:
     """Number of negative samples against the loss, a line a method or intersection."""
     drawn = [r for r in rows if r["rule"] == rule and r["task"] == "all"]
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(8.2, 4.3))
         axes = figure.add_subplot()
         names = list(dict.fromkeys(r["methods"] for r in drawn))
@@ -168,7 +163,7 @@ def composition_plot(
     names = list(dict.fromkeys(r["methods"] for r in rows))
     tasks = [t for t in dict.fromkeys(r["task"] for r in rows) if t != "all"]
     cells = {(r["methods"], r["task"]): r for r in rows}
-    with matplotlib.rc_context(_RC | {"axes.grid": False}):
+    with matplotlib.rc_context(plots.STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(8.6, 1.5 + 0.42 * len(names)))
         axes = figure.add_subplot()
         for y, name in enumerate(names):

@@ -42,7 +42,7 @@ _STYLES = {
 _SHARES = ("token_match", "top5", "top1")  # a share's interval ends at 0 and 1
 _OTHERS = ("#6699CC", "#888800", "#AA4466", "#4477AA", "#228833", "#AA7744")
 _DASHES = ("-", "--", ":", "-.")
-_RC = {
+STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.spines.top": False,
@@ -130,7 +130,7 @@ def against_bytes(
         log_y: log scale; values of 0 or less are left out.
         y_limits: limits of the vertical axis, such as (0, 100).
     """
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 4.3))
         axes = figure.add_subplot()
         drawn = [r for r in rows if r.get(y) is not None and (not log_y or r[y] > 0)]
@@ -171,7 +171,7 @@ def panels_against_bytes(
         method: field that names the line; "full" is a star with a level line.
         y_limits: limits of the vertical axis, such as (0, 100).
     """
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 4.4 * len(panels)))
         every = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         values = [r[x] for rows in panels.values() for r in rows if r.get(y) is not None]
@@ -217,7 +217,7 @@ def by_layer(
         in_order: lines are steps of one quantity: they keep the order of the rows and get the
             colours of a scale.
     """
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 4.3))
         axes = figure.add_subplot()
         drawn = [r for r in rows if r.get(y) is not None and (not log_y or r[y] > 0)]

@@ -14,11 +14,6 @@ from kvjax.evaluation.admission import Gates
 Arms = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 
 _METHODS = {"kivi": "kivi", "hqq": "quantized_cache"}  # whose colour and marker
-_RC = {
-    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": "#E3E3E3", "axes.axisbelow": True, "legend.frameon": False, "figure.dpi": 130,
-    "figure.constrained_layout.use": True,
-}  # fmt: skip
 
 
 def matrix(arms: Arms, name: str, gates: Gates, title: str) -> Figure:
@@ -40,7 +35,7 @@ def matrix(arms: Arms, name: str, gates: Gates, title: str) -> Figure:
         ("nll_difference", 1.0, "NLL - full cache's, nats a token", gates.max_nll_difference),
     )
     published = {"saved_bytes": "saved_mib"}
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(12.4, 4.2))
         every = figure.subplots(1, len(panels))
         for axes, (field, scale, label, gate) in zip(every, panels, strict=True):
