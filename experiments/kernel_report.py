@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import kvjax.pallas
 from experiments import kernel_compile, kernel_coverage
-from experiments.kernel_ceilings import CEILINGS, problems
+from experiments.kernel_ceilings import CEILINGS, of_row, problems
 from experiments.report import Column, markdown, print_line, table
 from experiments.runner import Run, main
 from kvjax.pallas.compat import TARGETS
@@ -277,7 +277,7 @@ def _joined(field: str) -> Callable[[Mapping[str, Any]], str | None]:
 
 
 def _ceiling(row: Mapping[str, Any]) -> int | None:
-    ceiling = CEILINGS.get(row["op"], {}).get(row["impl"])
+    ceiling = of_row(row)
     return ceiling and ceiling.registers
 
 

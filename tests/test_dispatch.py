@@ -23,13 +23,18 @@ def test_auto_takes_the_devices_kernel_or_xla(monkeypatch):
 
 def test_auto_is_xla_for_arguments_that_the_kernel_refuses(monkeypatch):
     def refuse(x):
-        raise NotImplementedError("too wide")
+        raise dispatch.Refused("too wide")
+
+    def broken(x):
+        raise NotImplementedError("of JAX's own")
 
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
     backends = {"xla": len, "gpu": refuse}
     assert dispatch.choose("op", "auto", backends)((3, 9)) == 2
     with pytest.raises(NotImplementedError, match="too wide"):
         dispatch.choose("op", "gpu", backends)((3, 9))
+    with pytest.raises(NotImplementedError, match="JAX's own"):
+        dispatch.choose("op", "auto", {"xla": len, "gpu": broken})((3, 9))
 
 
 @pytest.mark.parametrize("impl", ["gpu", "triton", "tpu", "interpret"])

@@ -13,6 +13,10 @@ BESIDE = {"triton": "gpu", "tpu": "xla"}
 _OF_DEVICE = {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
 
 
+class Refused(NotImplementedError):
+    """A kernel cannot do the arguments that it was given."""
+
+
 def choose(
     op: str, impl: str, backends: Mapping[str, Callable], axes: tuple | None = None
 ) -> Callable:
@@ -50,7 +54,7 @@ def _else(kernel: Callable, xla: Callable) -> Callable:
     def run(*args, **keywords):
         try:
             return kernel(*args, **keywords)
-        except NotImplementedError:
+        except Refused:
             return xla(*args, **keywords)
 
     return run

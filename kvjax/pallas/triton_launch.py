@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.pallas import compat
+from kvjax.pallas.dispatch import Refused
 
 ROWS = 16  # query rows of a program: the fewest that tensor cores take
 _FILL = 528  # programs that keep a large GPU (132 cores) busy to the end
@@ -65,14 +66,14 @@ def check(op: str, q: Array) -> None:
     """Refuse queries that the kernels cannot hold.
 
     Raises:
-        NotImplementedError: for a head dim whose codes of a width leave a byte partly filled, or
+        Refused: for a head dim whose codes of a width leave a byte partly filled, or
             float32 rows of more than 128 channels, for which there are too few registers.
     """
     dim = q.shape[3]
     if dim % 8:
-        raise NotImplementedError(f'impl="triton" of {op}: head_dim {dim} is not 8 * n.')
+        raise Refused(f'impl="triton" of {op}: head_dim {dim} is not 8 * n.')
     if q.dtype.itemsize > 2 and dim > 128:
-        raise NotImplementedError(
+        raise Refused(
             f'impl="triton" of {op}: head_dim {dim} of {q.dtype} must be at most 128, or bfloat16.'
         )
 

@@ -141,6 +141,12 @@ def test_every_kernel_has_a_ceiling_and_every_ceiling_a_kernel():
         for impl, ceiling in impls.items():
             assert ceiling.spill_bytes == 0
             assert (ceiling.registers is None) == (impl == "tpu")
+    wide = {(c["op"], c["impl"]) for c in discover(Config()) if "float32" in c["shape"]}
+    assert wide == set(kernel_ceilings.FLOAT32)
+    row = {"op": "pooled_decode", "impl": "tpu", "shape": "x"}
+    assert kernel_ceilings.of_row(row) == CEILINGS["pooled_decode"]["tpu"]
+    row["shape"] = "x_float32"
+    assert kernel_ceilings.of_row(row) == kernel_ceilings.FLOAT32["pooled_decode", "tpu"]
 
 
 @pytest.fixture

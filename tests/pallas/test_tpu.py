@@ -63,10 +63,9 @@ def test_pooled_decode(dim, dtype):
     lengths = jnp.asarray([LENGTHS[:2], LENGTHS[2:]], jnp.int32)
     q = normal(0, (2, 6, 1, dim), dtype)
     k, v = (normal(seed, (2, 2, 4 * BLOCK - 3, dim), dtype) for seed in (1, 2))
-    found = run(
-        pooled_tpu.pooled_decode, q, *(poison(x, lengths, 2) for x in (k, v)), lengths, block=BLOCK
-    )
     options = {"skip": 0, "sums": False}
+    poisoned = (poison(x, lengths, 2) for x in (k, v))
+    found = run(pooled_tpu.pooled_decode, q, *poisoned, lengths, block=BLOCK, **options)
     agree(found, specified(pooled_xla.pooled_decode, q, k, v, lengths, **options), "decode", dtype)
 
 

@@ -13,6 +13,7 @@ from jax import Array
 from kvjax import quant
 from kvjax.pallas import split_k
 from kvjax.pallas.anchor_decode import xla
+from kvjax.pallas.dispatch import Refused
 from kvjax.rope import Rope, tables
 
 
@@ -23,7 +24,7 @@ def anchor_decode(
     batch, _, steps, dim = q.shape
     kv_heads, kind = coded.index.shape[2], split_k.exact(q.dtype)
     if kind == jnp.float32 and dim > 128:  # registers spill
-        raise NotImplementedError(
+        raise Refused(
             f"anchor_decode's GPU kernel: head_dim {dim} of {q.dtype} must be at most 128, or"
             " bfloat16."
         )

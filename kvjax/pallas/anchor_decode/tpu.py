@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax import quant
 from kvjax.pallas import tpu_tiles as tiles
 from kvjax.pallas.anchor_decode import xla
+from kvjax.pallas.dispatch import Refused
 from kvjax.rope import Rope, tables
 
 _BLOCK = 256  # tokens of a grid step; a multiple of 128 and 32
@@ -56,11 +57,11 @@ def anchor_decode(
     of its block and of its place there, so far contexts differ from one angle's by its rounding.
 
     Raises:
-        NotImplementedError: for a head_dim that is no multiple of 8.
+        Refused: for a head_dim that is no multiple of 8.
     """
     batch, heads, steps, dim = q.shape
     if dim % 8:
-        raise NotImplementedError(
+        raise Refused(
             f"anchor_decode has no impl='tpu' for head_dim={dim}: it must be a multiple of 8;"
             " impl='xla' takes any."
         )

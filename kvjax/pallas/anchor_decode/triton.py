@@ -9,6 +9,7 @@ from jax import Array, lax
 from kvjax import quant
 from kvjax.pallas import compat, partial
 from kvjax.pallas import triton_launch as common
+from kvjax.pallas.dispatch import Refused
 from kvjax.pallas.partial import combine
 from kvjax.pallas.split_k import power
 from kvjax.rope import Rope
@@ -37,12 +38,12 @@ def plan(q: Array, coded, widths, rope: Rope) -> common.Plan:
     """How to call the kernel; the arguments are those of `anchor_decode`.
 
     Raises:
-        NotImplementedError: for more than two widths or stages of residuals, and see
+        Refused: for more than two widths or stages of residuals, and see
             `triton_launch.check`.
     """
     batch, dim, kv_heads = q.shape[0], q.shape[3], coded.anchors.shape[2]
     if len(coded.residuals) > 2:
-        raise NotImplementedError(
+        raise Refused(
             f'impl="triton" of anchor_decode: {len(coded.residuals)} residuals a token, at most 2.'
         )
     common.check("anchor_decode", q)

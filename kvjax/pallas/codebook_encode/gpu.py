@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from kvjax import quant
 from kvjax.pallas import compat
 from kvjax.pallas.codebook_decode.api import Part
+from kvjax.pallas.dispatch import Refused
 from kvjax.pallas.flash_prefill.gpu import dot
 
 _FLOAT16_MAX = 65504.0
@@ -48,7 +49,7 @@ def codebook_encode(
 ) -> tuple[Array, Array]:
     """See `api.codebook_encode`."""
     if why := refusal(parts):
-        raise NotImplementedError(why)
+        raise Refused(why)
     codes, scales, at = [], [], 0
     for part in parts:
         found = _one(x, turn[..., at : at + part.dim], part, corrected, seed, interpret)

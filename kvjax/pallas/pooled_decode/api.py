@@ -24,7 +24,7 @@ SHAPES = {
 _HEAD, _KV = ("batch", "head"), ("batch", "kv_head")
 # names of the leading axes of arguments and outputs, for `sharding.shard_over_heads`
 AXES = ((_HEAD, _KV, _KV, _KV), (_HEAD,) * 3)
-_Part = tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Float[Array, "B N T"]]
+_O, _M, _Sums = Float[Array, "B N T H"], Float[Array, "B N T"], Float[Array, "B K S"]
 
 
 def example(shape: tuple[int, ...], seed: int = 0) -> tuple[tuple, dict]:
@@ -48,7 +48,7 @@ def pooled_decode(
     skip: int = 0,
     sums: bool = False,
     impl: str = "auto",
-) -> _Part | tuple[*_Part.__args__, Float[Array, "B K S"]]:
+) -> tuple[_O, _M, _M] | tuple[_O, _M, _M, _Sums]:
     """Attention of new queries over the slots [skip, lengths) of each KV head.
 
     Every query comes after every slot, so there is no causal mask.

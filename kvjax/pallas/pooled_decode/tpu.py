@@ -19,8 +19,8 @@ def pooled_decode(
     v: Array,
     lengths: Array,
     *,
-    skip: int = 0,
-    sums: bool = False,
+    skip: int,
+    sums: bool,
     block: int = 1024,
     interpret: Any = False,
 ) -> tuple[Array, ...]:

@@ -8,6 +8,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from kvjax.pallas import tpu_tiles as tiles
+from kvjax.pallas.dispatch import Refused
 
 _GROUPS = 16  # of keys in a block of tokens
 
@@ -33,14 +34,14 @@ def quant_decode(
     float16, and those of values get their tokens last, so that a block of them is rows of p.
 
     Raises:
-        NotImplementedError: for a key group or head_dim that is no multiple of 8.
+        Refused: for a key group or head_dim that is no multiple of 8.
     """
     heads, steps, dim = q.shape[1:]
     batch, kv_heads, k_slots, _ = k_codes.shape
     slots = min(k_slots, v_codes.shape[2])
     group = k_slots // k_scale.shape[2]
     if group % 8 or dim % 8:
-        raise NotImplementedError(
+        raise Refused(
             f"quant_decode has no impl='tpu' for key groups of {group} tokens and head_dim={dim}:"
             " both must be multiples of 8; impl='xla' takes any."
         )

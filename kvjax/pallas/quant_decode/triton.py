@@ -43,7 +43,7 @@ def plan(arrays: tuple[Array, ...], k_bits: int, v_bits: int) -> common.Plan:
         v_bits: 1 to 8.
 
     Raises:
-        NotImplementedError: see `triton_launch.check`.
+        Refused: see `triton_launch.check`.
     """
     q, k_codes, k_scale, _, v_codes, v_scale, *_ = arrays
     batch, dim, (kv_heads, k_slots) = q.shape[0], q.shape[3], k_codes.shape[1:3]
