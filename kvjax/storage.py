@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.attention import Partial, dense_partial, finish, merge, visible
 from kvjax.pallas.pooled_decode.api import pooled_decode
@@ -67,11 +67,18 @@ class Tail:
 
 def write_rows(buffer: Array, x: Array, slots: Array) -> Array:
     """Write x [B, K, T, ...] to slots i32[B, T] of [B, K, S, ...]; slots >= S are dropped."""
+    dtype, x = buffer.dtype, x.astype(buffer.dtype)
+    # XLA's CPU backend scatters 16-bit floats by way of a float32 copy of the whole buffer. For one
+    # row it does not, and the casts cost more than they save.
+    as_integers = buffer.shape[0] > 1 and dtype in (jnp.bfloat16, jnp.float16)
+    if as_integers:
+        buffer, x = (lax.bitcast_convert_type(a, jnp.uint16) for a in (buffer, x))
 
     def row(buffer, x, at):
-        return buffer.at[:, at].set(x.astype(buffer.dtype), mode="drop")
+        return buffer.at[:, at].set(x, mode="drop")
 
-    return jax.vmap(row)(buffer, x, slots)
+    written = jax.vmap(row)(buffer, x, slots)
+    return lax.bitcast_convert_type(written, dtype) if as_integers else written
 
 
 @pytree
