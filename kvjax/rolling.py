@@ -15,6 +15,7 @@ from kvjax.attention import Partial, dense_partial, finish, merge
 from kvjax.pallas.pooled_decode.api import pooled_decode
 from kvjax.pytree import METADATA, array, pytree, static
 from kvjax.rope import Rope, rotate, unrotate
+from kvjax.storage import write_rows
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 
 
@@ -125,9 +126,12 @@ class Rolling:
         slot = jnp.where(full, self._victim(), self.lengths)
         slot = jnp.where(position[:, None] >= 0, slot, slots)  # out of range: dropped
 
+        @jax.vmap
+        def row(buffer, value, slot):  # heads as rows of their own: each has its own slot
+            return write_rows(buffer[:, None], value[:, None, None], slot[:, None])[:, 0]
+
         def put(buffer, value):
-            one = jax.vmap(jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop")))
-            return one(buffer, slot, value.astype(buffer.dtype))
+            return row(buffer, value, slot)
 
         new = jnp.broadcast_to(position[:, None], (batch, heads))
         scores = self.scores

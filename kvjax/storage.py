@@ -67,18 +67,20 @@ class Tail:
 
 def write_rows(buffer: Array, x: Array, slots: Array) -> Array:
     """Write x [B, K, T, ...] to slots i32[B, T] of [B, K, S, ...]; slots >= S are dropped."""
-    dtype, x = buffer.dtype, x.astype(buffer.dtype)
-    # XLA's CPU backend scatters 16-bit floats by way of a float32 copy of the whole buffer. For one
-    # row it does not, and the casts cost more than they save.
-    as_integers = buffer.shape[0] > 1 and dtype in (jnp.bfloat16, jnp.float16)
-    if as_integers:
-        buffer, x = (lax.bitcast_convert_type(a, jnp.uint16) for a in (buffer, x))
 
-    def row(buffer, x, at):
-        return buffer.at[:, at].set(x, mode="drop")
+    def scatter(buffer, x, slots):
+        return jax.vmap(lambda row, x, at: row.at[:, at].set(x, mode="drop"))(buffer, x, slots)
 
-    written = jax.vmap(row)(buffer, x, slots)
-    return lax.bitcast_convert_type(written, dtype) if as_integers else written
+    def select(buffer, x, slots):
+        here = jnp.arange(buffer.shape[2], dtype=jnp.int32)[None] == slots  # [B, S]
+        return jnp.where(here.reshape(here.shape[0], 1, -1, *(1,) * (buffer.ndim - 3)), x, buffer)
+
+    x = x.astype(buffer.dtype)
+    if x.shape[2] > 1 or buffer.dtype not in (jnp.bfloat16, jnp.float16):
+        return scatter(buffer, x, slots)
+    # XLA's CPU backend scatters 16-bit floats by way of a float32 copy of the whole buffer; the
+    # selection costs next to nothing beside the attention that reads the buffer.
+    return lax.platform_dependent(buffer, x, slots, cpu=select, default=scatter)
 
 
 @pytree

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,3 +101,22 @@ def test_dense_view_attends_as_the_cache_does():
     np.testing.assert_allclose(a.o / a.l[..., None], b.o / b.l[..., None], atol=1e-5)
     with pytest.raises(ValueError, match="slots=4 must be at least the cache's 8"):
         storage.Dense.of(cache, 4)
+
+
+def test_one_token_is_selected_on_a_cpu_as_it_is_scattered_elsewhere():
+    rng = np.random.default_rng(0)
+    buffer, x = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((3, 2, 5, 4), (3, 2, 1, 4))
+    )
+    slots = jnp.asarray([[0], [4], [5]])  # the last is dropped
+    exact = storage.write_rows(*(a.astype(jnp.float32) for a in (buffer, x)), slots)  # scattered
+    found = storage.write_rows(buffer, x, slots)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(jnp.float32), exact)
+    assert not (found[:2] == buffer[:2]).all() and (found[2] == buffer[2]).all()
+
+    def lowered(platform):
+        traced = jax.jit(storage.write_rows).trace(buffer, x, slots)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert "scatter" in lowered("cuda") and "scatter" not in lowered("cpu")
