@@ -118,7 +118,7 @@ def ranking_report(run: Run, ratios: Sequence[float]) -> tuple[str, list[Verdict
     found = []
     others = [name for name in RANKING if name != "utility (floor 1)"]
     gaps = [_points(run, RANKING[name], BASE, low) for name in others]
-    worst = min(gaps, key=lambda g: g.mean)
+    worst = max(gaps, key=lambda g: abs(g.mean))
     found.append(Verdict(
         "1 ranking", f"{low:.0f}x: no ranking is over 10 points from utility (paper: almost none)",
         f"largest gap {shown(worst, '+.0f', ' points')}",
@@ -290,17 +290,17 @@ def _split_verdicts(run: Run, middle: float) -> list[Verdict]:
 
 def _gap(run: Run, field: str, one: str, other: str, ratio: float) -> Any:
     """Difference in `field` over needles."""
-    pair = [{"method": m, "target_ratio": round(ratio, 4)} for m in (one, other)]
+    pair = [{"method": m, "target_ratio": ratio} for m in (one, other)]
     return paired(needle_rows(run.rows), field, *pair)
 
 
 def _points(run: Run, one: str, other: str, ratio: float) -> Any:
-    pair = [{"method": m, "target_ratio": round(ratio, 4)} for m in (one, other)]
+    pair = [{"method": m, "target_ratio": ratio} for m in (one, other)]
     return paired(needle_rows(run.rows), "token_match", *pair, combine=lambda a, b: 100 * (a - b))
 
 
 def error_ratio(run: Run, one: str, other: str, ratio: float) -> Any:
     """Ratio of attention errors, over needles and texts."""
     rows = [r for r in run.rows if r["group"] == GROUP]
-    pair = [{"method": m, "target_ratio": round(ratio, 4)} for m in (one, other)]
+    pair = [{"method": m, "target_ratio": ratio} for m in (one, other)]
     return paired(rows, "error", *pair, combine=lambda a, b: a / max(b, 1e-9))

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.runner import Run, bound_programs
+from experiments.arms import Arm
+from experiments.equal_bytes import check_bytes
+from experiments.runner import Run
 from kvjax import accounting, decode, metrics, registry
 from kvjax.attention import dense_partial, finish, merge, visible
 from kvjax.evaluation import continuation
@@ -48,7 +50,7 @@ class Setting(NamedTuple):
     @property
     def key(self) -> dict[str, Any]:
         """What identifies the setting in a row."""
-        return {"method": self.label, "target_ratio": round(self.target_ratio, 4)}
+        return {"method": self.label, "target_ratio": self.target_ratio}
 
 
 class Batch(NamedTuple):
@@ -72,17 +74,23 @@ def prepare(loaded: hub.Loaded, questions: Sequence[Question], columns: int = 16
     Args:
         loaded: the model.
         questions: of any lengths.
-        columns: P, last tokens of each question that attention errors and KL are measured at, or
-            fewer where a question is shorter.
+        columns: P, last tokens of each question that attention errors and KL are measured at;
+            more where an answer is longer, or fewer where a question is shorter.
 
     Raises:
-        ValueError: for a model with sliding windows.
+        ValueError: for a model with sliding windows, or an answer longer than another question.
     """
     model, params = loaded.model, loaded.params
     if any(window is not None for window in model.windows):
         raise ValueError("these studies take models without sliding windows.")
     new = [len(q.follows) for q in questions]
-    columns = min(columns, min(new) - 1)
+    answers = [len(q.follows) - q.answer_start for q in questions]
+    columns = min(max(columns, *answers), min(new) - 1)
+    if max(answers) > columns:
+        raise ValueError(
+            f"an answer has {max(answers)} tokens and another question only {columns + 1} in all:"
+            " every question needs more tokens than the longest answer."
+        )
     tokens, starts = decode.left_pad([q.context for q in questions])
     prefill = decode.prefill(model, params, tokens, starts)
     follows = np.zeros((len(questions), -(-max(new) // 8) * 8), np.int32)
@@ -94,7 +102,8 @@ def prepare(loaded: hub.Loaded, questions: Sequence[Question], columns: int = 16
     slots = -(-(tokens.shape[1] + 128) // 64) * 64
     inputs = jnp.asarray(follows), positions, jnp.asarray(last, jnp.int32)
     views = [
-        _made(registry.make("full"), prompt, _info(model), slots)[1] for prompt in prefill.prompts
+        cache_and_view(registry.make("full"), prompt, _info(model), slots)[1]
+        for prompt in prefill.prompts
     ]
     full = _force(model, params, tuple(views), *inputs)
     log_p = jax.nn.log_softmax(full.logits, -1)
@@ -114,7 +123,8 @@ def _info(model: Any) -> LayerInfo:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _made(method: Any, prompt: PromptKV, info: LayerInfo, slots: int) -> tuple[Any, Dense]:
+def cache_and_view(method: Any, prompt: PromptKV, info: LayerInfo, slots: int) -> tuple[Any, Dense]:
+    """A layer's cache and what it attends to, in `slots` slots."""
     cache = method.compress(prompt, info)
     return cache, Dense.of(cache, slots)
 
@@ -126,7 +136,7 @@ def compressed(batch: Batch, setting: Setting) -> tuple[list[Any], list[Dense]]:
     if hasattr(method, "resolve"):
         method = method.resolve(shape_of(batch.loaded, int(batch.prefill.lengths.max())))
     pairs = [
-        _made(method.for_layer(i, layers), prompt, _info(model), batch.slots)
+        cache_and_view(method.for_layer(i, layers), prompt, _info(model), batch.slots)
         for i, prompt in enumerate(prompts)
     ]
     caches, views = [cache for cache, _ in pairs], [view for _, view in pairs]
@@ -160,7 +170,15 @@ def _force(model, params, views, tokens, positions, columns) -> continuation.For
 
 
 @jax.jit
-def _quality(log_p: Array, logits: Array, targets: Array, scored: Array) -> dict[str, Array]:
+def quality(log_p: Array, logits: Array, targets: Array, scored: Array) -> dict[str, Array]:
+    """Compare P columns with the full cache's: f32[B] each.
+
+    Args:
+        log_p: f32[B, P, V], of the full cache.
+        logits: f32[B, P, V].
+        targets: i32[B, P].
+        scored: bool[B, P], those that count; all of them do for KL.
+    """
     log_q = jax.nn.log_softmax(logits, -1)
     hit = log_q.argmax(-1) == targets
     loss = -jnp.take_along_axis(log_q, targets[..., None], -1)[..., 0]
@@ -178,11 +196,11 @@ def scores(batch: Batch, views: Sequence[Dense]) -> list[dict[str, Any]]:
     inputs = batch.tokens, batch.positions, batch.columns
     forced = _force(model, params, tuple(views), *inputs)
     targets = jnp.take_along_axis(batch.tokens, batch.columns + 1, 1)
-    quality = _quality(batch.log_p, forced.logits, targets, batch.scored)
+    found = quality(batch.log_p, forced.logits, targets, batch.scored)
     errors = continuation.output_errors(views, batch.full)  # [B, L]
-    quality = {name: np.asarray(values, np.float64) for name, values in quality.items()}
+    found = {name: np.asarray(values, np.float64) for name, values in found.items()}
     return [
-        {name: float(values[i]) for name, values in quality.items()}
+        {name: float(values[i]) for name, values in found.items()}
         | {"error": float(errors[i].mean())}
         for i in range(len(batch.questions))
     ]
@@ -241,21 +259,10 @@ def measure(
             shape = shape_of(loaded, int(made.prefill.lengths.max()))
             ratios = accounting.compression_ratio(caches, shape, made.prefill.lengths)
             stored = accounting.live_bytes(caches).stored
-            check_bytes(setting, stored, shape, len(caches))
+            check_bytes(Arm(*setting[:4]), stored, shape, len(caches))
             results = scores(made, views)
             for i, (key, result) in enumerate(zip(keys, results, strict=True)):
                 if run.finished(key) is None:
                     measured = {"ratio": ratios[i], "kv_bytes": int(stored[i])}
                     run.append(key | {"limit": setting.limit} | measured | result)
-            bound_programs()
             yield f"{setting.label} {setting.target_ratio:.0f}x"
-
-
-def check_bytes(setting: Setting, stored: np.ndarray, shape: PromptShape, layers: int) -> None:
-    """Fail unless the compression that was asked for is what the arrays hold."""
-    most = shape.full_bytes / setting.target_ratio * layers
-    if setting.label != "full" and setting.limit is None and stored.max() > most + 0.5:
-        raise ValueError(
-            f"{setting.label} holds {stored.max()} bytes a prompt where {most:.0f} were asked for:"
-            " its arrays must stay within the target."
-        )

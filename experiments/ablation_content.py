@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from experiments import ablation_settings, plots
-from experiments.ablation_geometry import shape_of
+from experiments.ablation_batch import cache_and_view
 from experiments.ablation_plots import as_y, bars, lines
-from experiments.ablation_texts import Texts, cache_and_view, output_error, slots_for
+from experiments.ablation_texts import Texts, missing, output_error, shape_of, slots_for
 from experiments.ablation_verdict import Verdict, above, mean_of, shown
 from experiments.report import Column, interval, markdown
 from experiments.runner import Run
@@ -20,15 +20,15 @@ SIDES = ("keys", "values")
 
 
 def demand(run: Run, texts: Texts, length: int, ratio: float) -> Iterator[str]:
-    """Rows of study 9: who gets residuals, {group, layer, prompt, side, head, share, error}."""
-    shape = shape_of(texts, length)
+    """Rows of study 9: who gets residuals, {group, layer, prompt, share, error, ...}."""
+    shape = shape_of(texts.layers[0].prompt, length)
     method = ablation_settings.setting(ablation_settings.BASE, ratio, shape).method.resolve(shape)
     for layer in texts.layers:
         keys = [
             {"group": "demand", "layer": layer.number, "prompt": i}
             for i in range(len(texts.contents))
         ]
-        if all(_has(run, key) for key in keys):
+        if not missing(run, keys):
             yield ""
             continue
         own = method.for_layer(layer.number, texts.info.num_layers)
@@ -38,17 +38,12 @@ def demand(run: Run, texts: Texts, length: int, ratio: float) -> Iterator[str]:
         share = np.asarray(present.sum(-1)) / np.asarray(cache.body.num_coded)[:, None, None]
         stored = accounting.compression_ratio([cache], shape, np.full(len(share), length))
         for i, key in enumerate(keys):
-            if not _has(run, key):
+            if run.finished(key) is None:
                 run.append(key | {
                     "content": texts.contents[i], "depth": layer.depth, "ratio": stored[i],
                     "share": share[i].tolist(), "error": float(errors[i]),
-                    "share_keys": float(share[i, 0].mean()),
                 })  # fmt: skip
         yield f"layer {layer.number}"
-
-
-def _has(run: Run, key: dict) -> bool:
-    return run.finished(key) is not None
 
 
 def content_report(run: Run, ratio: float) -> tuple[str, list[Verdict]]:

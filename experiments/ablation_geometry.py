@@ -14,14 +14,12 @@ from jax import Array
 
 from experiments import ablation_arms, ablation_settings, plots
 from experiments.ablation_plots import bars
-from experiments.ablation_texts import (
-    Texts,
-    missing,
-)
+from experiments.ablation_texts import Texts, missing, shape_of
 from experiments.ablation_verdict import (
     Verdict,
     above,
     below,
+    by_text,
     mean_of,
     paired,
     shown,
@@ -33,7 +31,7 @@ from experiments.runner import Run
 from kvjax import scores
 from kvjax.anchor_choice import choose_anchors, mean_token
 from kvjax.methods.anchorkv import AnchorKV
-from kvjax.types import PromptKV, PromptShape
+from kvjax.types import PromptKV
 
 AFTER_ROPE = 0.27  # how much lower the paper finds the median cosine of keys after RoPE
 
@@ -125,7 +123,7 @@ def _geometry(method: AnchorKV, prompt: PromptKV) -> dict[str, Array]:
 
 def geometry(run: Run, texts: Texts, length: int, config: Any) -> Iterator[str]:
     """Rows of studies 3 and 10: {group, layer, depth, content, prompt, side, ...}."""
-    shape = shape_of(texts, length)
+    shape = shape_of(texts.layers[0].prompt, length)
     method = AnchorKV(theta=0.1, bits=(2,)).resolve(shape)
     for layer in texts.layers:
         keys = [
@@ -146,17 +144,11 @@ def geometry(run: Run, texts: Texts, length: int, config: Any) -> Iterator[str]:
         yield f"layer {layer.number}"
 
 
-def shape_of(texts: Texts, length: int) -> PromptShape:
-    """The shape of one prompt of `length` tokens."""
-    keys = texts.layers[0].prompt.k
-    return PromptShape(length, keys.shape[1], keys.shape[3])
-
-
 def rope_report(run: Run) -> tuple[str, list[Verdict]]:
     """Study 3."""
     rows = [r for r in run.rows if r["group"] == "geometry"]
-    by_text = _by_text(rows, ["side", "depth", "content"], ("absolute", "signed"))
-    means = plots.group_means(by_text, ["side", "depth"], ("absolute", "signed"))
+    by_depth = by_text(rows, ["side", "depth"], ("absolute", "signed"))
+    means = plots.group_means(by_depth, ["side", "depth"], ("absolute", "signed"))
     columns = [
         Column("side", "side"), Column("layers", "depth"),
         Column("nearest absolute cosine, median", interval("absolute", ".3f")),
@@ -164,7 +156,7 @@ def rope_report(run: Run) -> tuple[str, list[Verdict]]:
     ]  # fmt: skip
     texts = [markdown(means, columns, "3 Before and after RoPE, absolute and signed")]
     kinds = plots.group_means(
-        _by_text(rows, ["side", "content"], ("absolute", "signed")), ["side", "content"],
+        by_text(rows, ["side", "content"], ("absolute", "signed")), ["side", "content"],
         ("absolute", "signed"),
     )  # fmt: skip
     columns[1] = Column("text", "content")
@@ -182,7 +174,7 @@ def rope_report(run: Run) -> tuple[str, list[Verdict]]:
     ))  # fmt: skip
     found, parts = [], []
     for depth in dict.fromkeys(r["depth"] for r in rows):
-        own = [r for r in by_text if r["depth"] == depth]
+        own = [r for r in by_depth if r["depth"] == depth]
         gap = paired(own, "absolute", {"side": "keys after RoPE"}, {"side": "keys"}, ("prompt",))
         parts.append((depth, gap))
     text = "; ".join(f"{d}: {shown(g, '+.3f')}" for d, g in parts)
@@ -196,7 +188,7 @@ def rope_report(run: Run) -> tuple[str, list[Verdict]]:
         text, together([within(g, -AFTER_ROPE - 0.05, -AFTER_ROPE + 0.05) for _, g in parts]),
     ))  # fmt: skip
     for side in ("keys", "keys less their mean", "values"):
-        own = _by_text([r for r in rows if r["side"] == side], ["side"], ("absolute", "signed"))
+        own = by_text([r for r in rows if r["side"] == side], ["side"], ("absolute", "signed"))
         gains = [r | {"gain": r["absolute"] - r["signed"]} for r in own]
         gain = mean_of(gains, "gain")
         found.append(Verdict(
@@ -206,25 +198,12 @@ def rope_report(run: Run) -> tuple[str, list[Verdict]]:
     return "\n".join(texts), found
 
 
-def _by_text(rows: list[dict], by: list[str], fields: tuple[str, ...]) -> list[dict]:
-    """Means over layers: one row a text and group, since layers of one text are not independent."""
-    made = {}
-    for row in rows:
-        made.setdefault((row["prompt"], *(row[name] for name in by)), []).append(row)
-    return [
-        {"prompt": key[0], "content": own[0]["content"]}
-        | dict(zip(by, key[1:], strict=True))
-        | {field: float(np.mean([r[field] for r in own])) for field in fields}
-        for key, own in made.items()
-    ]
-
-
 def two_anchors_report(run: Run, ratios: Any) -> tuple[str, list[Verdict]]:
     """Study 10: tokens between two anchors, and answers with one and two at equal bytes."""
     fields = ("between", "left_one", "left_two")
     rows = [r for r in run.rows if r["group"] == "geometry" and "after" not in r["side"]]
     means = plots.group_means(
-        _by_text(rows, ["side", "depth"], fields), ["side", "depth"], fields
+        by_text(rows, ["side", "depth"], fields), ["side", "depth"], fields
     )  # fmt: skip
     columns = [
         Column("side", "side"), Column("layers", "depth"),
@@ -249,7 +228,7 @@ def two_anchors_report(run: Run, ratios: Any) -> tuple[str, list[Verdict]]:
             "10 two anchors", f"{ratio:.0f}x: a second anchor does not lower the error (the paper"
             " argues so)", f"ratio of errors {shown(gap, '.3f')}", above(gap, 1.0),
         ))  # fmt: skip
-    share = mean_of(_by_text([r for r in rows if "less" in r["side"]], [], fields), "between")
+    share = mean_of(by_text([r for r in rows if "less" in r["side"]], [], fields), "between")
     found.append(Verdict(
         "10 two anchors", "under a tenth of the tokens lie between two anchors (means taken away)",
         shown(share, ".3f"), below(share, 0.1),

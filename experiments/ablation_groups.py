@@ -1,8 +1,9 @@
 """Study 8 of AnchorKV: query heads that share a KV head, and requests that share a batch.
 
 A real model has one group size. Others are made from its layers: with G = 1 every query head gets
-a copy of its KV head; with G = 4 and 8 a KV head's queries are joined by query heads of other
-groups, which attend to its keys too. What is measured is the error of the real query heads alone.
+a copy of its KV head; with more than the model's G a KV head's queries are joined by query heads
+of other groups, which attend to its keys too; with fewer only the first of them are observed. What
+is measured is the error of the real query heads alone.
 """
 
 import dataclasses
@@ -13,21 +14,22 @@ import numpy as np
 from jax import Array
 
 from experiments import ablation_settings, plots
+from experiments.ablation_batch import cache_and_view
 from experiments.ablation_plots import lines
 from experiments.ablation_texts import (
     Layer,
     Texts,
-    cache_and_view,
     missing,
     output_error,
+    shape_of,
     slots_for,
 )
-from experiments.ablation_verdict import Verdict, above, paired, shown, within
+from experiments.ablation_verdict import Verdict, above, by_text, paired, shown, within
 from experiments.report import Column, interval, markdown
 from experiments.runner import Run
 from kvjax import accounting
 from kvjax.storage import left_align
-from kvjax.types import PromptKV, PromptShape
+from kvjax.types import PromptKV
 
 FLOORS = {"floor 1": 1.0, "floor 0 (paper)": 0.0}
 
@@ -38,10 +40,11 @@ def regroup(q: Array, group: int, size: int) -> Array:
     Args:
         q: [B, K * group, T, H].
         group: G of the model.
-        size: G wanted, `group` or more.
+        size: G wanted; all query heads at most.
 
     Returns:
-        [B, K * size, T, H]: each KV head's own query heads, then the next ones, wrapping round.
+        [B, K * size, T, H]: each KV head's own query heads, then the next ones, wrapping
+        round; where `size` is under `group` the first of its own.
     """
     heads = q.shape[1]
     order = [
@@ -82,19 +85,14 @@ def groups(
         for name, floor in FLOORS.items():
             for layer in texts.layers:
                 cells = [
-                    {
-                        "group": "gqa",
-                        "layer": layer.number,
-                        "prompt": i,
-                        "size": size,
-                        "floor": name,
-                    }
+                    {"group": "gqa", "layer": layer.number, "prompt": i, "size": size,
+                     "floor": name}
                     for i in range(len(texts.contents))
-                ]
+                ]  # fmt: skip
                 if not missing(run, cells):
                     continue
                 prompt, queries = with_group(layer, size)
-                shape = PromptShape(length, prompt.k.shape[1], prompt.k.shape[3])
+                shape = shape_of(prompt, length)
                 method = ablation_settings.setting(ablation_settings.BASE, ratio, shape).method
                 method = dataclasses.replace(method.resolve(shape), attention_floor=floor)
                 own = method.for_layer(layer.number, texts.info.num_layers)
@@ -140,7 +138,7 @@ def _batches(run: Run, texts: Texts, length: int, ratio: float) -> Iterator[str]
 
 def _measured(prompt, layer, texts, total, ratio, lengths) -> tuple[np.ndarray, np.ndarray]:
     """Errors and measured ratios of the rows of a prompt."""
-    shape = PromptShape(total, prompt.k.shape[1], prompt.k.shape[3])
+    shape = shape_of(prompt, total)
     method = ablation_settings.setting(ablation_settings.BASE, ratio, shape).method.resolve(shape)
     own = method.for_layer(layer.number, texts.info.num_layers)
     cache, view = cache_and_view(own, prompt, texts.info, slots_for(total))
@@ -157,15 +155,8 @@ def report(run: Run, ratio: float, group: int) -> tuple[str, list[Verdict]]:
         group: G of the model.
     """
     rows = [r for r in run.rows if r["group"] == "gqa"]
-    each = {}
-    for row in rows:
-        each.setdefault((row["prompt"], row["size"], row["floor"], row["ratio"]), []).append(row)
-    by_text = [
-        {"prompt": p, "size": g, "floor": f, "ratio": stored,
-         "error": float(np.mean([r["error"] for r in own]))}
-        for (p, g, f, stored), own in each.items()
-    ]  # fmt: skip
-    means = plots.group_means(by_text, ["size", "floor", "ratio"], ("error",))
+    texts = by_text(rows, ["size", "floor", "ratio"], ("error",))
+    means = plots.group_means(texts, ["size", "floor", "ratio"], ("error",))
     columns = [
         Column("G", "size"), Column("ranking", "floor"),
         Column("stored", lambda r: f"{r['ratio']:.2f}x"),
@@ -189,13 +180,13 @@ def report(run: Run, ratio: float, group: int) -> tuple[str, list[Verdict]]:
         title=f"Observation by m = W G queries, n = {means[0]['n']} texts",
     ))  # fmt: skip
     found = []
-    sizes = sorted({r["size"] for r in by_text})
+    sizes = sorted({r["size"] for r in texts})
     for floor in FLOORS:
         for size in sizes:
             if size == group:
                 continue
             pair = [{"size": s, "floor": floor} for s in (size, group)]
-            gap = paired(by_text, "error", *pair, ("prompt",), lambda a, b: a / b)
+            gap = paired(texts, "error", *pair, ("prompt",), lambda a, b: a / b)
             found.append(Verdict(
                 "8 groups", f"{floor}: G = {size} has the error of G = {group} to 5 %"
                 " (the paper does not say)", f"ratio {shown(gap, '.3f')}",

@@ -17,13 +17,14 @@ from jax import Array
 from scipy.stats import spearmanr
 
 from experiments import ablation_recode, ablation_settings, plots
-from experiments.ablation_batch import Setting
+from experiments.ablation_batch import Setting, cache_and_view
 from experiments.ablation_plots import as_y, lines
-from experiments.ablation_texts import Texts, cache_and_view, missing, slots_for
+from experiments.ablation_texts import Texts, missing, shape_of, slots_for
 from experiments.ablation_verdict import (
     Verdict,
     above,
     below,
+    by_text,
     mean_of,
     paired,
     shown,
@@ -159,8 +160,7 @@ def linear(
         ratios: of compression.
         alone: first tokens of each text in the comparison with leave-one-out.
     """
-    keys = texts.layers[0].prompt.k
-    shape = PromptShape(length, keys.shape[1], keys.shape[3])
+    shape = shape_of(texts.layers[0].prompt, length)
     for setting in settings(ratios, shape):
         method = setting.method.resolve(shape)
         stored = shape.full_bytes / method.layer_bytes(shape)
@@ -241,8 +241,9 @@ def report(run: Run) -> tuple[str, list[Verdict]]:
         Column("products of tokens / predicted", interval("cross", "+.2f")),
         Column("n texts", "n"),
     ]  # fmt: skip
-    table = markdown(means, columns, "5 The linear model, squares summed over layers")
-    alone = _alone_rows(run)
+    table = markdown(means, columns, "5 The linear model, relative squares averaged over layers")
+    alone = [r for r in run.rows if r["group"] == "one token"]
+    alone = by_text(alone, [], ("rank", "top", "size"))
     table += "\n" + markdown(
         plots.group_means(alone, [], ("rank", "top", "size")),
         [Column("n texts", "n"), Column("rank correlation", interval("rank", ".3f")),
@@ -259,17 +260,6 @@ def report(run: Run) -> tuple[str, list[Verdict]]:
         title=f"The linear model of the error, n = {means[0]['n']} texts",
     ))  # fmt: skip
     return table, _verdicts(rows, alone)
-
-
-def _alone_rows(run: Run) -> list[dict]:
-    groups: dict[int, list] = {}
-    for row in run.rows:
-        if row["group"] == "one token":
-            groups.setdefault(row["prompt"], []).append(row)
-    return [
-        {f: float(np.mean([r[f] for r in own])) for f in ("rank", "top", "size")}
-        for own in groups.values()
-    ]
 
 
 def _per_text(rows: list[dict]) -> list[dict]:

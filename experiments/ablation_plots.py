@@ -27,7 +27,6 @@ def lines(
     x_label: str,
     y_label: str | Mapping[str, str],
     log_x: bool = False,
-    log_y: bool = False,
     level: float | None = None,
 ) -> Figure:
     """Draw means with their 95 % intervals along an axis, a line a group, panels side by side.
@@ -41,7 +40,6 @@ def lines(
         x_label: with the unit.
         y_label: with the unit; by panel where they differ.
         log_x: log scale.
-        log_y: log scale.
         level: a level to draw, such as a bound that was expected.
     """
     with matplotlib.rc_context(STYLE):
@@ -73,8 +71,6 @@ def lines(
                 axes.set_xscale("log")
                 axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks], minor=False)
                 axes.minorticks_off()
-            if log_y:
-                axes.set_yscale("log")
             if level is not None:
                 axes.axhline(level, color="#555555", linewidth=0.9, linestyle=":")
             axes.set_title(panel, loc="left")
@@ -98,7 +94,6 @@ def bars(
     *,
     title: str,
     y_label: str | Mapping[str, str],
-    level: float | None = None,
 ) -> Figure:
     """Draw bars with their 95 % intervals: a cluster a group, a colour a bar.
 
@@ -109,7 +104,6 @@ def bars(
         bar: field that names a bar.
         title: of the figure, with n.
         y_label: with the unit; by panel where they differ.
-        level: a level to draw.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(max(2.2 + 4.2 * len(panels), 8.4), 4.0))
@@ -133,8 +127,6 @@ def bars(
             axes.set_xticks(range(len(groups)), [str(g) for g in groups])
             if max(len(str(g)) for g in groups) > 9:
                 axes.tick_params(axis="x", rotation=25)
-            if level is not None:
-                axes.axhline(level, color="#555555", linewidth=0.9, linestyle=":")
             axes.set_title(panel, loc="left")
             axes.set_ylabel(y_label if isinstance(y_label, str) else y_label[panel])
         handles, labels = every[0].get_legend_handles_labels()

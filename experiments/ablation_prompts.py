@@ -63,11 +63,11 @@ def needles(
 
 
 def continuations(tokenizer: Any, length: int, later: int, count: int, seed: int) -> list[Question]:
-    """Running prose: what follows a context is its own next tokens, all of them scored."""
+    """Running prose: what follows a context is its own next tokens, the last 16 of them scored."""
     made = []
     for i in range(count):
         ids = needle.running_text(tokenizer, length + later, seed + i)
-        made.append(Question("text", i, ids[:length], ids[length:], 1))
+        made.append(Question("text", i, ids[:length], ids[length:], max(later - 16, 1)))
     return made
 
 

@@ -1,5 +1,6 @@
 """AnchorKV's bytes spent otherwise: all of them on anchors, or the same two bits coded naively."""
 
+import bisect
 import dataclasses
 import functools
 from typing import Any
@@ -23,18 +24,16 @@ def all_anchors(label: str, ratio: float, shape: PromptShape, **options: Any) ->
     method = AnchorKV(bits=(), theta=1.0, extra_anchors=0, **options).resolve(shape)
 
     def with_extra(extra):
-        return dataclasses.replace(method, extra_anchors=extra, bits=())
+        return dataclasses.replace(method, extra_anchors=extra)
 
-    low, high = 0, shape.num_tokens - method.window
-    while low < high:
-        guess = (low + high + 1) // 2
-        fits = with_extra(guess).layer_bytes(shape) <= target
-        low, high = (guess, high) if fits else (low, guess - 1)
-    found = dataclasses.replace(with_extra(low), theta=max(1 / ratio, 0.0))
-    if with_extra(low).layer_bytes(shape) > target:
-        reached = shape.full_bytes / with_extra(low).layer_bytes(shape)
-        found = with_extra(low)
-        return Setting(label, ratio, found, f"limit {reached:.1f}x")
+    def stored(extra):
+        return with_extra(extra).layer_bytes(shape)
+
+    counts = range(shape.num_tokens - method.window + 1)
+    fitting = bisect.bisect_right(counts, target, key=stored)
+    if not fitting:
+        return Setting(label, ratio, with_extra(0), f"limit {shape.full_bytes / stored(0):.1f}x")
+    found = dataclasses.replace(with_extra(counts[fitting - 1]), theta=1 / ratio)
     return Setting(label, ratio, found)
 
 

@@ -4,7 +4,6 @@ The studies that look at one layer at a time share this. The later tokens are th
 so that their queries are the full cache's and no compressed cache has seen them.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +13,10 @@ import numpy as np
 from jax import Array
 
 from experiments.ablation_prompts import CONTENTS, texts
-from kvjax import decode
+from kvjax import decode, metrics
 from kvjax.attention import dense_partial, finish
 from kvjax.storage import Dense
-from kvjax.types import LayerInfo, PromptKV
+from kvjax.types import LayerInfo, PromptKV, PromptShape
 from models import hub
 
 
@@ -71,11 +70,9 @@ def prefill(
     return Texts(tuple(contents), tuple(kept), info)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def cache_and_view(method: Any, prompt: PromptKV, info: LayerInfo, slots: int) -> tuple[Any, Dense]:
-    """A layer's cache and what it attends to, in `slots` slots."""
-    cache = method.compress(prompt, info)
-    return cache, Dense.of(cache, slots)
+def shape_of(prompt: PromptKV, length: int) -> PromptShape:
+    """The shape of one of a layer's prompts, `length` tokens of it."""
+    return PromptShape(length, prompt.k.shape[1], prompt.k.shape[3])
 
 
 @jax.jit
@@ -90,8 +87,7 @@ def output_error(view: Dense, prompt: PromptKV, queries: Array) -> Array:
     column = jnp.arange(prompt.k.shape[2], dtype=jnp.int32)[None, None]
     exact = attend(prompt.k, prompt.v, column >= prompt.starts[:, None, None])
     found = attend(view.k, view.v, view.positions >= 0)
-    wrong = jnp.square(found - exact).sum((1, 2, 3))
-    return jnp.sqrt(wrong / jnp.maximum(jnp.square(exact).sum((1, 2, 3)), 1e-30))
+    return metrics.relative_error(found, exact)
 
 
 def slots_for(length: int) -> int:

@@ -14,12 +14,12 @@ import numpy as np
 
 from experiments import ablation_batch, ablation_settings, plots
 from experiments.ablation_batch import Question
-from experiments.ablation_plots import bars, lines
+from experiments.ablation_plots import as_y, bars, lines
 from experiments.ablation_verdict import Verdict, above, below, paired, shown
 from experiments.arms import solve
 from experiments.report import Column, interval, markdown
 from experiments.runner import Run
-from kvjax import accounting, decode, metrics, registry, turns
+from kvjax import accounting, decode, registry, turns
 from kvjax.accounting import Budget
 from models import hub
 
@@ -107,7 +107,8 @@ def pile(
             logits, targets, scored, stored = found
             if arm == "full":
                 log_p.append(jax.nn.log_softmax(logits, -1))
-            values = _compare(log_p[step], logits, targets, scored)
+            values = ablation_batch.quality(log_p[step], logits, targets, scored)
+            values["nll"] = values.pop("answer_nll")
             values = {name: np.asarray(x, np.float64) for name, x in values.items()}
             for i, q in enumerate(questions):
                 key = {"group": PILE, "task": q.task, "prompt": q.number, "method": arm,
@@ -118,19 +119,6 @@ def pile(
                                | {"ratio": float(stored[i]), "tokens": int(tokens),
                                   "last": step == steps})  # fmt: skip
         yield arm
-
-
-@jax.jit
-def _compare(log_p, logits, targets, scored) -> dict[str, jax.Array]:
-    log_q = jax.nn.log_softmax(logits, -1)
-    loss = -jnp.take_along_axis(log_q, targets[..., None], -1)[..., 0]
-    hit = (log_q.argmax(-1) == targets).astype(jnp.float32)
-
-    def mean(x):
-        return metrics.masked_mean(x, scored, axis=-1)
-
-    kl = metrics.kl_of_log_probabilities(log_p, log_q)
-    return {"kl": mean(kl), "nll": mean(loss), "token_match": mean(hit)}
 
 
 def _steps(loaded, prefill, questions, chunk, steps, ratio, arm) -> Iterator[tuple]:
@@ -211,9 +199,8 @@ def pile_report(run: Run, ratio: float) -> tuple[str, list[Verdict]]:
     for task in dict.fromkeys(r["task"] for r in means):
         for name, field in (("effective ratio", "ratio"), ("KL", "kl")):
             panels[f"{task}: {name}"] = [
-                m | {f"y{end}": m.get(field + end) for end in ("", "_low", "_high")}
-                for m in means if m["task"] == task and m["method"] != "full"
-            ]  # fmt: skip
+                m | as_y(field, m) for m in means if m["task"] == task and m["method"] != "full"
+            ]
     labels = {p: "times" if p.endswith("ratio") else "nats a token" for p in panels}
     run.save_figure("pile", lines(
         panels, "tokens", "y", "method", x_label="tokens so far", y_label=labels,

@@ -7,7 +7,9 @@ bound, refuted when none of the interval does, else undecided; one value alone d
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.report import Column, markdown
+import numpy as np
+
+from experiments.report import Column, markdown, table
 from kvjax.metrics import Interval, mean_interval
 
 Row = Mapping[str, Any]
@@ -33,10 +35,11 @@ def below(interval: Interval, bound: float) -> str:
 
 def above(interval: Interval, bound: float) -> str:
     """The word for "the number is above `bound`"."""
-    opposite = {"confirmed": "refuted", "refuted": "confirmed", "undecided": "undecided"}
-    if interval.low is not None and interval.low <= bound <= interval.high:
+    if interval.low is None or interval.high is None:
         return "undecided"
-    return opposite[below(interval, bound)]
+    if interval.low > bound:
+        return "confirmed"
+    return "refuted" if interval.high <= bound else "undecided"
 
 
 def within(interval: Interval, low: float, high: float) -> str:
@@ -107,12 +110,22 @@ def mean_of(rows: Iterable[Row], field: str, **group: Any) -> Interval | None:
     return mean_interval(values, "t") if values else None
 
 
-def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    """All verdicts as markdown."""
-    columns = [
-        Column("study", "study"),
-        Column("expected", "expected"),
-        Column("measured", "measured"),
-        Column("verdict", "word"),
+def by_text(rows: Iterable[Row], by: Sequence[str], fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Means over layers: one row a text and group, since layers of one text are not independent."""
+    made: dict[tuple, list[Row]] = {}
+    for row in rows:
+        made.setdefault(tuple(row[name] for name in ("prompt", *by)), []).append(row)
+    return [
+        dict(zip(("prompt", *by), key, strict=True))
+        | {field: float(np.mean([r[field] for r in own])) for field in fields}
+        for key, own in made.items()
     ]
-    return markdown([v._asdict() for v in verdicts], columns, "Expected and measured")
+
+
+def verdict_table(verdicts: Sequence[Verdict], title: str) -> str:
+    """All verdicts: printed under a title, and as markdown."""
+    rows = [v._asdict() for v in verdicts]
+    columns = [Column("study", "study"), Column("expected", "expected"),
+               Column("measured", "measured"), Column("verdict", "word")]  # fmt: skip
+    table(rows, columns, title)
+    return markdown(rows, columns, "Expected and measured")

@@ -10,7 +10,8 @@ compared at equal measured bytes of one prefill, the question unknown to the cac
 """
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,9 +28,8 @@ from experiments import (
     ablation_turns,
     equal_bytes,
 )
-from experiments.ablation_batch import Question
+from experiments.ablation_batch import Question, Setting
 from experiments.ablation_verdict import Verdict, verdict_table
-from experiments.report import Column, table
 from experiments.runner import Run, bound_programs, main
 from models import hub
 
@@ -135,8 +135,7 @@ def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
     """TensorBoard scalars of a row; the step is the prompt's number."""
     parts = [row["group"], row.get("task"), row.get("method"), row.get("target_ratio"),
              row.get("layer"), row.get("side"), row.get("size"), row.get("step")]  # fmt: skip
-    name = "_".join(str(part) for part in parts if part is not None)
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+    name = re.sub(r"[^\w.-]", "_", "_".join(str(part) for part in parts if part is not None))
     for field in ("token_match", "error", "kl", "absolute", "measured", "rank"):
         if field in row:
             yield f"ablation/{field}_value/{name}", row[field], row["prompt"]
@@ -151,12 +150,9 @@ def answers(config: Config, run: Run, loaded: hub.Loaded) -> Iterator[str]:
     settings = ablation_settings.settings(studies, config.ratios, config.middle, shape)
     tokenizer, length, seed = loaded.tokenizer, config.length, config.seed
     questions = ablation_prompts.needles(tokenizer, length, config.prompts, config.needles, seed)
-    questions += ablation_prompts.continuations(tokenizer, length, 40, config.prompts, seed + 50)
-    cells = ablation_batch.measure(
-        run, loaded, ablation_arms.GROUP, questions, settings, config.batch
-    )
-    batches = -(-len(questions) // config.batch)
-    yield from counted(run, cells, batches * (len(settings) + 1), "answers")
+    later = max([40, *(1 + len(q.follows) - q.answer_start for q in questions)])
+    questions += ablation_prompts.continuations(tokenizer, length, later, config.prompts, seed + 50)
+    yield from asked(config, run, loaded, ablation_arms.GROUP, questions, settings)
 
 
 def conversations(config: Config, run: Run, loaded: hub.Loaded) -> Iterator[str]:
@@ -168,11 +164,21 @@ def conversations(config: Config, run: Run, loaded: hub.Loaded) -> Iterator[str]
     )
     longest = max(len(q.context) for q in questions)
     settings = ablation_turns.settings(config.middle, ablation_batch.shape_of(loaded, longest))
-    cells = ablation_batch.measure(
-        run, loaded, ablation_turns.TURNS, questions, settings, config.batch
-    )
+    yield from asked(config, run, loaded, ablation_turns.TURNS, questions, settings)
+
+
+def asked(
+    config: Config,
+    run: Run,
+    loaded: hub.Loaded,
+    group: str,
+    questions: Sequence[Question],
+    settings: Sequence[Setting],
+) -> Iterator[str]:
+    """Every setting's answers to some questions, under a progress bar."""
+    cells = ablation_batch.measure(run, loaded, group, questions, settings, config.batch)
     batches = -(-len(questions) // config.batch)
-    yield from counted(run, cells, batches * (len(settings) + 1), "turns")
+    yield from counted(run, cells, batches * (len(settings) + 1), group)
 
 
 def piles(config: Config, run: Run, loaded: hub.Loaded) -> Iterator[str]:
@@ -244,13 +250,9 @@ def report(config: Config, run: Run, loaded: hub.Loaded) -> None:
             section, found = makers[study]()
             sections.append(section)
             verdicts += found
-    columns = [Column("study", "study"), Column("expected", "expected"),
-               Column("measured", "measured"), Column("verdict", "word")]  # fmt: skip
-    table([v._asdict() for v in verdicts], columns, f"{loaded.name}, {config.length:,} tokens")
-    run.write_summary("\n".join(
-        [f"{loaded.name}, contexts of {config.length:,} tokens.\n", verdict_table(verdicts),
-         *sections, notes(config)]
-    ))  # fmt: skip
+    verdict = verdict_table(verdicts, f"{loaded.name}, {config.length:,} tokens")
+    head = f"{loaded.name}, contexts of {config.length:,} tokens.\n"
+    run.write_summary("\n".join([head, verdict, *sections, notes(config)]))
 
 
 def notes(config: Config) -> str:

@@ -22,7 +22,7 @@ from experiments.equal_bytes import arm_name, check_bytes
 from experiments.runner import Run, bound_programs
 from kvjax import accounting, decode, metrics, registry, turns
 from kvjax.accounting import Budget
-from kvjax.evaluation import continuation
+from kvjax.evaluation import continuation, negatives
 from kvjax.evaluation.chat import encode_after
 from kvjax.evaluation.rows import Encoded, write_jsonl
 from kvjax.evaluation.scoring import Metric
@@ -116,6 +116,23 @@ def sweep(
     write_jsonl(run.path / "predictions.jsonl", predictions(run.rows))
 
 
+def only(questions: Sequence[Encoded], path: str) -> list[Encoded]:
+    """The questions of a negative set (`experiments.negative_samples` writes such files).
+
+    Raises:
+        ValueError: when none is in the set.
+    """
+    named = negatives.read_negative_set(path)
+    kept = [question for question in questions if (question.row.task, question.row.id) in named]
+    if not kept:
+        task, id_ = min(named)
+        raise ValueError(
+            f"{path} names none of the {len(questions)} prompts, but such as {task}/{id_}: take the"
+            " tasks, prompts and seed of the run that the set was made from."
+        )
+    return kept
+
+
 def check_questions(questions: Sequence[Encoded], scores: Mapping[str, Metric]) -> None:
     """Refuse what would end in a row that cannot be told from another, or scored."""
     if not questions:
@@ -186,10 +203,11 @@ def plan_batches(config: Settings, loaded: hub.Loaded, questions: Sequence[Encod
 
 def gold_ids(tokenizer: Any, question: Encoded) -> list[int]:
     """The tokens of the first reference as they follow the prompt, at most the row's limit."""
-    prefix = question.row.answer_prefix
-    gap = "" if not prefix or prefix[-1].isspace() else " "
-    ids = encode_after(tokenizer, prefix, gap + question.row.answer[0])
-    return ids[: question.row.max_new_tokens]
+    row = question.row
+    # a chat without a prefix ends with the template's own separator
+    before = row.answer_prefix or ("" if row.chat else row.question)
+    gap = "" if not before or before[-1].isspace() else " "
+    return encode_after(tokenizer, before, gap + row.answer[0])[: row.max_new_tokens]
 
 
 def arm_for(arm: Arm, shape: PromptShape, layers: int) -> Arm:
@@ -246,12 +264,13 @@ def answer(
         check_ratios(arm, ratios)
         table = {arm_name(arm, length): [accounting.components(cache) for cache in caches]}
         caches = attended(caches)
-        for asked in range(max(len(context.questions) for context in batch.contexts)):
+        most = max(len(context.questions) for context in batch.contexts)
+        for asked in range(most):
             chosen = [c.questions[min(asked, len(c.questions) - 1)] for c in batch.contexts]
             gold = teacher_forced(loaded, caches, chosen, prefill.lengths, batch.width)
             turn = turns.ask(
                 model, params, caches, prefill.lengths, [q.question_ids for q in chosen],
-                max_new_tokens=batch.limit, keep_answer=False,
+                max_new_tokens=batch.limit, keep_answer=asked == most - 1,  # else copies them
                 stop_ids=sorted(loaded.tokenizer.stop_ids),
             )  # fmt: skip
             caches, made = turn.caches, np.asarray(turn.generation.tokens)

@@ -5,6 +5,7 @@ and its gold answer, or the text's own continuation) is scored by teacher forcin
 cache attends to. A configuration here is any dataclass with the fields that `Settings` names.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -78,6 +79,14 @@ def prompts(config: Settings, tokenizer: Any, length: int) -> list[Prompt]:
             start = len(follows) - len(built.answer_ids)
             made.append(Prompt(name, i, depth, context, follows, start, built.answer))
     return made
+
+
+def load(model: str | None, matmul: str) -> hub.Loaded:
+    """Load a model; with matmul="bfloat16" its products with weights are in bfloat16."""
+    loaded = hub.load(model)
+    if matmul == "bfloat16":
+        loaded = dataclasses.replace(loaded, params=lighter(loaded.params))
+    return loaded
 
 
 def lighter(params: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ boards of their own.
 """
 
 import itertools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -80,8 +81,7 @@ def made_up() -> Source:
 
 def scalars(row: dict[str, Any]) -> Any:
     """TensorBoard scalars of a row."""
-    name = "".join(c if c.isalnum() or c in "_-." else "_" for c in row["method"])
-    task = "".join(c if c.isalnum() or c in "_-." else "_" for c in row["task"])
+    name, task = (re.sub(r"[^\w.-]", "_", row[field]) for field in ("method", "task"))
     step = round(100 * row["target_ratio"])
     yield f"leaderboard_{row['board']}/{task}_percent/{name}", row["score"], step
 

@@ -60,7 +60,7 @@ def described(folder: Path) -> tuple[str | None, int | None]:
     summary = folder / "summary.md"
     if summary.is_file():
         text = summary.read_text(encoding="utf-8")
-        found = re.search(r"^## ([\w./-]+), [\d,]+ tokens", text, re.M)
+        found = re.search(r"^## (?:[^:\n]*: )?([\w./-]+), [\d,]+ tokens", text, re.M)
         model = found[1] if found else None
         found = re.search(r"\b[Ss]eed (\d+)", text)
         seed = int(found[1]) if found else None
@@ -153,9 +153,18 @@ def difference(one: Source, other: Source) -> str | None:
     return None
 
 
+def arm_of(row: Scored) -> tuple[str, float]:
+    """Method and target, to the two decimals that a board shows.
+
+    The target of a discrete setting is what it stores, which moves a little with the shape it was
+    planned for: 4.196 in one run and 4.197 in another are one arm.
+    """
+    return row.method, round(row.target_ratio, 2)
+
+
 def identity(row: Scored) -> tuple:
     """What two runs must agree on: an arm on a prompt."""
-    return row.task, row.id, row.method, round(row.target_ratio, 3)
+    return row.task, row.id, *arm_of(row)
 
 
 def cells(board: Board, number: int, tolerance: float) -> list[dict[str, Any]]:
@@ -170,7 +179,7 @@ def cells(board: Board, number: int, tolerance: float) -> list[dict[str, Any]]:
     tasks = list(dict.fromkeys(row.task for row in rows))
     arms: dict[tuple[str, float], list[Scored]] = {}
     for row in rows:
-        arms.setdefault((row.method, round(row.target_ratio, 3)), []).append(row)
+        arms.setdefault(arm_of(row), []).append(row)
     measured = {arm: ratio(found) for arm, found in arms.items()}
     targets = nominal(measured, {arm: found[0].limit for arm, found in arms.items()}, tolerance)
     made = []

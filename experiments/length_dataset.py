@@ -6,7 +6,8 @@
 
 Prompts of about one length are prefilled together; every method compresses that same prefill and
 generates greedily to the real end of sequence or to the limit. A row holds lengths and no text. An
-answer that the limit cut off is marked `truncated`: its length is the limit, not a length.
+answer that the limit cut off is marked `truncated`: its length is the limit, not a length. The
+methods have fixed settings and are not at equal bytes: a row says what each holds at its end.
 """
 
 import os
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments import plots
 from experiments.report import Column, interval, markdown, print_line, table
 from experiments.runner import Run, bound_programs, main
 from kvjax import decode, registry
-from kvjax.evaluation import builtin_prompts, length_shift, prompts, stepwise
+from kvjax.evaluation import builtin_prompts, prompts, stepwise
 from kvjax.evaluation.chat import encode_prompt
 from kvjax.types import PromptShape
 from models import hub
@@ -164,7 +166,7 @@ def generate(
     batches: Sequence[Sequence[Request]],
 ) -> None:
     """All batches under all arms; a finished arm of a batch is not run again."""
-    spent, done = 0.0, 0
+    estimated = False
     with run.progress(len(arms) * len(batches), "lengths") as progress:
         for number, batch in enumerate(batches):
             todo = [a for a in arms if not all(run.finished(key(a, r)) is not None for r in batch)]
@@ -182,12 +184,13 @@ def generate(
                 progress.advance(label)
                 bound_programs()
             prompts.write_csv(run.path / "lengths.csv.gz", run.rows, FIELDS)  # so far
-            spent, done = spent + time.monotonic() - begin, done + len(todo)
-            if done == len(todo):
-                left = spent / done * len(arms) * (len(batches) - number - 1)
+            if not estimated:
+                estimated, spent = True, time.monotonic() - begin
+                others = len(batches) - number - 1
+                left = spent / len(todo) * len(arms) * others
                 print_line(
                     f"the first batch took {spent:.0f} s, compilation included: the"
-                    f" {len(batches) - number - 1} others will take at most {left / 60:.0f} minutes"
+                    f" {others} others will take about {left / 60:.0f} minutes at that pace"
                 )
 
 
@@ -248,13 +251,10 @@ def report(run: Run, config: Config, name: str, left_out: int) -> None:
     prompts.write_csv(run.path / "lengths.csv.gz", run.rows, FIELDS)
     answers = Counter(row["prompt"] for row in run.rows)
     rows = [row for row in run.rows if answers[row["prompt"]] == max(answers.values())]
-    fields = {
-        "length": lambda r: None if r["truncated"] else r["generated_tokens"],
-        **{name: lambda r, name=name: r[name] for name in ("truncated", "empty", "ratio")},
-    }
-    shares = ("truncated", "empty")
-    means = length_shift.means(rows, ["method"], fields, shares)
-    per_source = length_shift.means(rows, ["source", "method"], fields, shares)
+    rows = [row | {"length": None if row["truncated"] else row["generated_tokens"]} for row in rows]
+    fields, shares = ("length", "truncated", "empty", "ratio"), ("truncated", "empty")
+    means = plots.group_means(rows, ["method"], fields, shares)
+    per_source = plots.group_means(rows, ["source", "method"], fields, shares)
     columns = [
         Column("method", "method"),
         Column("n", "n", "d"),
@@ -275,7 +275,8 @@ def report(run: Run, config: Config, name: str, left_out: int) -> None:
                 f" {left_out} prompts of more than {config.max_prompt} tokens were left out. A"
                 " truncated answer counts as truncated and in no mean length. *Ratio at the end*:"
                 " bytes of a full bfloat16 cache of the prompt and the answer over the live bytes"
-                " of the cache, tail included.\n",
+                " of the cache, tail included. The settings are not at equal bytes: compare a"
+                " method with the full cache, not with another method.\n",
             ]
         )
     )

@@ -9,17 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.report import Column, interval, markdown, table
+from experiments.report import Column, interval, markdown, scalar_name, table
 from experiments.runner import Run
 from kvjax.evaluation import length_shift
 
 Rows = Sequence[Mapping[str, Any]]
-_PLAIN = str.maketrans({c: "_" for c in "():,='+[] "})
 
 
 def scalars(row: Mapping[str, Any]) -> Any:
     """TensorBoard scalars of a row."""
-    method, step = row["method"].translate(_PLAIN), row["prompt_tokens"]
+    method, step = scalar_name(row["method"]), row["prompt_tokens"]
     yield f"length/generated_tokens/{method}", row["generated_tokens"], step
     if row["kind"] == "timing":
         yield f"speed/e2e_seconds/{method}", row["e2e_seconds"], step
@@ -93,7 +92,6 @@ def per_prompt(rows: Rows) -> list[dict[str, Any]]:
             values = [m[name] for m in members if m.get(name) is not None]
             if values and all(isinstance(v, (bool, int, float)) for v in values):
                 row[name] = float(np.mean(values))
-        row["kinds"] = [member.get("divergence") for member in members]
         found.append(row)
     return found
 
@@ -116,20 +114,13 @@ def _tables(rows: Rows, how: str) -> list[str]:
 
 def summarised(rows: Rows) -> list[dict[str, Any]]:
     """One row a method: means over prompts with 95 % intervals, and what is no mean."""
-    kinds = {
-        kind: lambda r, kind=kind: (
-            None if r["kinds"][0] is None else np.mean([k == kind for k in r["kinds"]])
-        )
-        for kind in ("early", "end", "same")
-    }
-    length = {
-        "length": lambda r: None if r["truncated"] == 1 else r["length"],
-    }
-    plain = {name: lambda r, name=name: r.get(name) for name in _MEANS}
-    ended = [
-        row | {"length": None if row["truncated"] else row["generated_tokens"]} for row in rows
+    each = [
+        row
+        | {kind: row["divergence"] == kind for kind in _KINDS if row.get("divergence") is not None}
+        | {"length": None if row["truncated"] else row["generated_tokens"]}
+        for row in rows
     ]
-    means = length_shift.means(per_prompt(ended), ["method"], kinds | length | plain, _SHARES)
+    means = plots.group_means(per_prompt(each), ["method"], _MEANS, _SHARES)
     for mean in means:
         own = [row for row in rows if row["method"] == mean["method"]]
         mean["answers"], mean["limit"] = len(own), own[0].get("limit")
@@ -147,15 +138,17 @@ def summarised(rows: Rows) -> list[dict[str, Any]]:
     return means
 
 
+_KINDS = ("early", "end", "same")
 _MEANS = (
-    "ratio", "ratio_at_end", "truncated", "empty", "shift", "length_ratio", "log_ratio_censored",
-    "much_longer", "repeated", "gap_full", "gap_compressed", "stop_shift_common",
-    "stop_at_end_full", "stop_at_end_compressed", "stop_before_full", "stop_before_compressed",
+    *_KINDS, "length", "ratio", "ratio_at_end", "truncated", "empty", "shift", "length_ratio",
+    "log_ratio_censored", "much_longer", "repeated", "gap_full", "gap_compressed",
+    "stop_shift_common", "stop_at_end_full", "stop_at_end_compressed", "stop_before_full",
+    "stop_before_compressed",
     "answer_nll_compressed", "similarity", "similarity_common", "similarity_floor", "correct",
     "correct_within",
 )  # fmt: skip
 _SHARES = (
-    "early", "end", "same", "truncated", "empty", "much_longer", "correct", "correct_within",
+    *_KINDS, "truncated", "empty", "much_longer", "correct", "correct_within",
 )  # fmt: skip
 
 LENGTHS = [
@@ -227,9 +220,7 @@ def _timing(timed: Rows) -> str:
             }
         )
     fields = ("ttft_seconds", "ttft_ratio", "tpot_ratio", "e2e_ratio", "generated_tokens")
-    means = length_shift.means(
-        relative, ["method"], {name: lambda r, name=name: r[name] for name in fields}
-    )
+    means = plots.group_means(relative, ["method"], fields)
     columns = [
         Column("method", "method"),
         Column("n", "n", "d"),
@@ -245,12 +236,10 @@ def _timing(timed: Rows) -> str:
 
 def _step(axes: Axes, values: Sequence[float], method: str) -> None:
     colour, marker, dash = plots.style(method)
-    x = np.sort(values)
-    share = np.arange(1, len(x) + 1) / len(x)
-    axes.step(
-        [x[0], *x], [0, *share], where="post", color=colour, linestyle=dash, linewidth=1.6,
-        label=f"{method} (n = {len(x)})", marker=marker, markevery=max(len(x) // 8, 1),
-        markersize=5,
+    count = len(values)
+    axes.ecdf(
+        values, color=colour, linestyle=dash, linewidth=1.6, label=f"{method} (n = {count})",
+        marker=marker, markevery=max(count // 8, 1), markersize=5,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import length_dataset, length_report, length_timing
+from experiments.answers import arm_for
 from experiments.arms import Arm, solve
 from experiments.length_dataset import Request
 from experiments.length_rows import (
@@ -32,6 +33,7 @@ from experiments.length_rows import (
     pair_row,
     pooled,
 )
+from experiments.ratio_arms import nearest_point
 from experiments.runner import Run, bound_programs, main
 from kvjax import accounting, decode, registry
 from kvjax.accounting import Budget
@@ -80,7 +82,8 @@ class Config:
     """GGUF file, Hugging Face directory, hub id or "tiny"; default SmolLM2-135M-Instruct"""
     dataset: bool = False
     """write the length predictor's training set instead: experiments.length_dataset with its own
-    defaults, and this `model`, `seed` and (where they are not the defaults) `methods`, `prompts`"""
+    defaults, this `model` and `seed`, and of `methods`, `prompts`, `count`, `limit`, `batch` and
+    `max_prompt` those that are not the defaults here; nothing else may be given"""
     seed: int = 42
     """of the built-in prompts, or of which ones of a file are taken"""
 
@@ -127,12 +130,17 @@ def run(config: Config, run: Run) -> None:
 
 
 def dataset_config(config: Config) -> length_dataset.Config:
-    """The data set's own defaults, with what this command line changed."""
-    plain, made = Config(), length_dataset.Config(model=config.model, seed=config.seed)
-    for name in ("methods", "prompts", "count", "limit", "batch", "max_prompt"):
-        if getattr(config, name) != getattr(plain, name):
-            made = dataclasses.replace(made, **{name: getattr(config, name)})
-    return made
+    """The data set's own defaults, with what this command line changed.
+
+    Raises:
+        ValueError: for a setting that has no part in it.
+    """
+    changed = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)
+               if getattr(config, f.name) != f.default and f.name != "dataset"}  # fmt: skip
+    unknown = sorted(set(changed) - {f.name for f in dataclasses.fields(length_dataset.Config)})
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} must not be given with dataset: it has no such.")
+    return length_dataset.Config(**changed)
 
 
 def grid(config: Config) -> list[tuple[float, float, int | None]]:
@@ -160,10 +168,8 @@ def plan(config: Config, loaded: hub.Loaded, requests: Sequence[Request]) -> lis
     made = {label: registry.make(label) for label in config.methods}
     for label, method in made.items():
         if hasattr(method, "points"):
-            points = {accounting.layer_bytes(p, shape, layers): p for p in method.points()}
-            stored = min(points, key=lambda b: abs(np.log(shape.full_bytes / b / config.ratio)))
-            own = shape.full_bytes / stored
-            arms[label] = Arm(label, own, points[stored], "discrete setting")
+            point, own = nearest_point(method, config.ratio, shape, layers)
+            arms[label] = Arm(label, own, point, "discrete setting")
             if config.match and ratio == config.ratio:
                 ratio = own
     for label, method in made.items():
@@ -183,13 +189,10 @@ def shape_of(requests: Sequence[Request], loaded: hub.Loaded) -> PromptShape:
 def solved(arms: Sequence[Arm], loaded: hub.Loaded, requests: Sequence[Request]) -> dict[str, Any]:
     """Each arm's method at the arm's ratio for these prompts."""
     shape, layers = shape_of(requests, loaded), len(loaded.model.windows)
-    methods = {}
-    for arm in arms:
-        fixed = arm.target_ratio == 1.0 or hasattr(arm.method, "points")
-        methods[arm.label] = arm.method if fixed else solve(
-            arm.label, registry.make(arm.label), Budget(ratio=arm.target_ratio), shape, layers
-        ).method  # fmt: skip
-    return methods
+    return {
+        arm.label: (arm if arm.target_ratio == 1.0 else arm_for(arm, shape, layers)).method
+        for arm in arms
+    }
 
 
 def key(arm: Arm, request: Request, setting: tuple) -> dict[str, Any]:
@@ -204,9 +207,15 @@ def key(arm: Arm, request: Request, setting: tuple) -> dict[str, Any]:
 class Batch:
     """One batch of prompts, prefilled once; answers of any method from that same prefill."""
 
-    def __init__(self, config: Config, loaded: hub.Loaded, requests: Sequence[Request], at: int):
-        """Take the batch that begins at request `at`; a short one repeats its last prompt."""
-        self.config, self.loaded, self.first = config, loaded, at
+    def __init__(
+        self, config: Config, loaded: hub.Loaded, requests: Sequence[Request], at: int,
+        column_sums: bool,
+    ):  # fmt: skip
+        """Take the batch that begins at request `at`; a short one repeats its last prompt.
+
+        `column_sums`: some method ranks by them.
+        """
+        self.config, self.loaded, self.first, self.sums = config, loaded, at, column_sums
         self.requests = list(requests[at : at + config.batch])
         spare = config.batch - len(self.requests)
         rows = self.requests + self.requests[-1:] * spare
@@ -216,8 +225,9 @@ class Batch:
     def prefill(self, dtype: Any) -> decode.Prefill:
         """The prompts' keys and values in a dtype."""
         if dtype not in self.prefills:
+            sums = self.sums and dtype == jnp.bfloat16  # the other is for the full cache alone
             self.prefills[dtype] = decode.prefill(
-                self.loaded.model, self.loaded.params, *self.tokens, dtype=dtype, column_sums=True
+                self.loaded.model, self.loaded.params, *self.tokens, dtype=dtype, column_sums=sums
             )
         return self.prefills[dtype]
 
@@ -255,7 +265,8 @@ def measure(
 ) -> None:
     """One batch under every arm and setting; finished cells are skipped."""
     settings = grid(config)
-    batch = Batch(config, loaded, requests, at)
+    sums = any(getattr(arm.method, "column_sums", False) for arm in arms)
+    batch = Batch(config, loaded, requests, at, sums)
     methods = solved(arms, loaded, batch.requests)
     other = Arm(OTHER_SEED, 1.0, methods["full"], None)
     cells = [(arm, s) for arm in [*arms, other] for s in settings if applies(arm, s, config)]

@@ -24,7 +24,6 @@ from experiments.runner import Run, main
 from kvjax import registry
 from kvjax.evaluation import longbench, negatives, text
 from kvjax.evaluation.rows import Encoded, write_jsonl
-from models import hub
 
 SAMPLE = "sample"
 
@@ -87,9 +86,7 @@ def run(config: Config, run: Run) -> None:
         registry.make(label)  # an unknown method fails before a model is loaded
     records = read(config)
     run.watch(longbench_report.scalars)
-    loaded = hub.load(config.model)
-    if config.matmul == "bfloat16":
-        loaded = dataclasses.replace(loaded, params=equal_bytes.lighter(loaded.params))
+    loaded = equal_bytes.load(config.model, config.matmul)
     questions, left_out = select(config, records, loaded.tokenizer)
     shape = answers.reference_shape(questions, loaded)
     planned = at_ratios(config.methods, config.ratios, shape, len(loaded.model.windows))

@@ -6,22 +6,20 @@ from typing import Any
 import numpy as np
 
 from experiments import plots
-from experiments.report import Column, interval, markdown, table
+from experiments.report import Column, interval, markdown, scalar_name, table
 from experiments.runner import Run
 from kvjax.evaluation.longbench import BUCKETS, DATASETS, bucket
 from kvjax.evaluation.rows import Encoded
-from kvjax.metrics import mean_interval
+from kvjax.metrics import mean_interval, mean_of_means
 
 FIELDS = (
     "score", "token_match", "answer_nll", "ratio", "kv_bytes", "new_tokens", "context_tokens",
 )  # fmt: skip
 
-_PLAIN = str.maketrans({c: "_" for c in "():,='+[] "})
-
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
     """TensorBoard scalars of a row; the step is the row's number."""
-    arm = f"{row['method'].translate(_PLAIN)}_{row['target_ratio']:.1f}x"
+    arm = f"{scalar_name(row['method'])}_{row['target_ratio']:.1f}x"
     where = f"{row['task']}/{arm}"
     yield f"longbench/score_percent/{where}", row["score"], int(row["id"])
     yield f"longbench/new_tokens/{where}", row["new_tokens"], int(row["id"])
@@ -49,7 +47,7 @@ def report(
         )
         table(means, COLUMNS[:6], title)
         sections.append(markdown(means, COLUMNS, title))
-    overall = mean_of_datasets(every)
+    overall = mean_of_datasets(every, rows)
     if len({mean["task"] for mean in every}) > 1:
         sections.insert(0, markdown(overall, _overall_columns(every), "Mean of the datasets"))
         drawn, title = overall, f"LongBench, mean of {len(left_out)} datasets, {name}, {how}"
@@ -86,8 +84,15 @@ def means_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return means
 
 
-def mean_of_datasets(means: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a method and ratio: every dataset counts as much, as LongBench averages."""
+def mean_of_datasets(
+    means: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """One row a method and ratio: every dataset counts as much, as LongBench averages.
+
+    Args:
+        means: of `means_of`, with the dataset as `task`.
+        rows: of `with_differences`, for the intervals.
+    """
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for mean in means:
         groups.setdefault((mean["method"], mean["target_ratio"]), []).append(mean)
@@ -95,9 +100,16 @@ def mean_of_datasets(means: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     for (method, ratio), own in groups.items():
         found.append(
             {"method": method, "target_ratio": ratio, "limit": own[0]["limit"]}
-            | {f: float(np.mean([m[f] for m in own])) for f in ("score", "kv_bytes", "ratio")}
+            | {f: float(np.mean([m[f] for m in own])) for f in ("kv_bytes", "ratio")}
             | {m["task"]: m["score"] for m in own}
         )
+        for field in ("score", "difference") if method != "full" else ("score",):
+            middle, low, high, _ = mean_of_means([
+                [r[field] for r in rows
+                 if (r["task"], r["method"], r["target_ratio"]) == (m["task"], method, ratio)]
+                for m in own
+            ])  # fmt: skip
+            found[-1] |= {field: middle, f"{field}_low": low, f"{field}_high": high}
     return found
 
 
@@ -119,7 +131,12 @@ COLUMNS = [
 
 def _overall_columns(means: Sequence[Mapping[str, Any]]) -> list[Column]:
     tasks = dict.fromkeys(mean["task"] for mean in means)
-    return [*COLUMNS[:4], Column("mean %", "score", ".1f"), *(Column(t, t, ".1f") for t in tasks)]
+    return [
+        *COLUMNS[:4],
+        Column("mean %", interval("score", ".1f")),
+        Column("less full", interval("difference", "+.1f")),
+        *(Column(t, t, ".1f") for t in tasks),
+    ]
 
 
 def by_length(rows: Sequence[Mapping[str, Any]], questions: Sequence[Encoded]) -> str:
@@ -159,8 +176,9 @@ def notes(
         " limit. Left out as shorter than"
         f" {config.min_tokens:,} tokens: {short or 'none'}.",
         "Stored: full bfloat16 bytes over live body and metadata bytes, measured on the arrays."
-        " Brackets: 95 % bootstrap interval over samples, of the paired differences in `less"
-        " full`. Reference: the first one, teacher forced, at most as many tokens as an answer.",
+        " Brackets: 95 % bootstrap interval over samples (within datasets), of the paired"
+        " differences in `less full`. Reference: the first one, teacher forced, at most as many"
+        " tokens as an answer.",
         "An evictor that keeps everything reproduced the full cache exactly (checked on the first"
         " batch; the run fails otherwise).",
     ]

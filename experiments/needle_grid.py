@@ -18,7 +18,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -29,7 +29,6 @@ from kvjax import registry
 from kvjax.evaluation import needle
 from kvjax.evaluation.chat import encode_after
 from kvjax.evaluation.rows import Encoded, Row
-from models import hub
 
 AGNOSTIC, ASKED = "after_context", "after_question"
 REPEATED = 24  # tokens beside the answer's: some answers repeat the question's sentence first
@@ -51,6 +50,8 @@ class Config:
     """noise, text (prose that every Python ships) or a folder of .txt files"""
     turns: int = 1
     """turns of the conversation; the number is asked for in the last"""
+    only: str | None = None
+    """JSONL of samples (experiments.negative_samples writes such sets): these prompts alone"""
     aware: bool = False
     """with one turn: compress after the question instead of before it"""
     model: str | None = None
@@ -75,21 +76,12 @@ TINY = Config(
 )  # fmt: skip
 
 
-class Sweep(NamedTuple):
-    """What `answers.sweep` reads."""
-
-    batch: int
-    aware: bool
-
-
 def run(config: Config, run: Run) -> None:
     """Answer every cell with every method, then make heat maps and tables from the rows."""
     config = settle(config)
     for label in config.methods:
         registry.make(label)  # an unknown method fails before a model is loaded
-    loaded = hub.load(config.model)
-    if config.matmul == "bfloat16":
-        loaded = dataclasses.replace(loaded, params=equal_bytes.lighter(loaded.params))
+    loaded = equal_bytes.load(config.model, config.matmul)
     run.watch(needle_grid_report.scalars)
     absent = []
     for length in config.lengths:
@@ -100,8 +92,8 @@ def run(config: Config, run: Run) -> None:
         for aware in (True, False):
             own = [q for q in questions if (q.row.task == ASKED) == aware]
             if own:
-                settings = Sweep(config.batch, aware)
-                answers.sweep(settings, run, loaded, own, planned.arms, length, SCORES)
+                form = dataclasses.replace(config, aware=aware)
+                answers.sweep(form, run, loaded, own, planned.arms, length, SCORES)
     needle_grid_report.report(config, run, loaded.name, absent)
 
 
@@ -144,6 +136,9 @@ def prompts(config: Config, tokenizer: Any, length: int) -> list[Encoded]:
             found.append(encoded(built, ASKED, name, built.question_ids))
             talk, first = conversation(tokenizer, built)
             found.append(encoded(built, later(config.turns), name, talk, first - 1))
+    if config.only is not None:  # a prompt in all its forms: they are compared
+        kept = {question.row.id for question in answers.only(found, config.only)}
+        found = [question for question in found if question.row.id in kept]
     return found
 
 

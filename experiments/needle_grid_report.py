@@ -8,12 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.report import Column, interval, markdown, table
+from experiments.report import Column, interval, markdown, scalar_name, table
 from experiments.runner import Run
 
 FIELDS = ("score", "exact", "token_match", "answer_nll", "ratio", "kv_bytes")
-
-_PLAIN = str.maketrans({c: "_" for c in "():,='+[] "})
 
 
 def name_of(depth: float, number: int) -> str:
@@ -28,8 +26,8 @@ def depth_of(row: Mapping[str, Any]) -> float:
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
     """TensorBoard scalars of a row; the step is the context's length."""
-    arm = f"{row['method'].translate(_PLAIN)}_{row['target_ratio']:.1f}x"
-    where = f"{row['task']}/{row['id'].translate(_PLAIN)}/{arm}"
+    arm = f"{scalar_name(row['method'])}_{row['target_ratio']:.1f}x"
+    where = f"{row['task']}/{scalar_name(row['id'])}/{arm}"
     yield f"needle/digits_percent/{where}", row["score"], row["length"]
     yield f"needle/token_match_percent/{where}", 100 * row["token_match"], row["length"]
 
@@ -41,7 +39,7 @@ def report(config: Any, run: Run, name: str, absent: Sequence[str]) -> None:
     cell = f"{config.prompts} prompts a cell" if config.prompts > 1 else "1 prompt a cell"
     what = f"{name}, {config.digits} digits, haystack {_haystack(config)}, {cell}"
     for ratio in config.ratios:
-        shown = [r for r in rows if r["method"] == "full" or r["target_ratio"] == ratio]
+        shown = [r for r in rows if r["method"] == "full" or r["target_ratio"] == round(ratio, 4)]
         title = f"{what}, {ratio:g}x"
         run.save_figure(f"grid_{ratio:g}x", heat_maps(shown, forms, title))
     sections = []
@@ -199,13 +197,7 @@ def _map(axes: Any, rows: Sequence[Mapping], lengths: Sequence[int], depths: Seq
             scores = [r["score"] for r in rows if (r["depth"], r["length"]) == (depth, length)]
             if scores:
                 cells[i, j] = np.mean(scores)
-                dark = not 12 < cells[i, j] < 92
-                axes.text(
-                    j, i, f"{cells[i, j]:.0f}", ha="center", va="center", fontsize=7.5,
-                    color="white" if dark else "black",
-                )  # fmt: skip
-    image = axes.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-    axes.set_facecolor("#DDDDDD")  # a cell that has no setting
+    image = plots.percent_map(axes, cells)
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
     axes.tick_params(labelsize=8, length=2)

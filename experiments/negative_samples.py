@@ -11,6 +11,7 @@ experiments; recommendation.json allows or denies each method on each task.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,15 +139,17 @@ def failures(
                 here = [s for s in lost if task in ("all", negatives.task_of(s[0]))]
                 among = len(good) if task == "all" else denominators[task]
                 middle, low, high, _ = share(len(here), among)
-                scores = {} if not here else {
-                    str(arm): scale * negatives.mean_score(table[arm], here) for arm in table
-                }  # fmt: skip
+                scores = {}
+                if here and margin == config.margin:
+                    scores = {
+                        str(arm): scale * negatives.mean_score(s, here) for arm, s in table.items()
+                    }
                 found.append({
                     "kind": "failures", "methods": set_name(members), "rule": rule,
                     "margin_percent": margin, "task": task, "benign": among,
                     "negatives": len(here), "failure_ratio": middle, "failure_ratio_low": low,
                     "failure_ratio_high": high, "share": len(here) / len(lost) if lost else 0.0,
-                    "scores": scores if margin == config.margin else {},
+                    "scores": scores,
                 })  # fmt: skip
     return found
 
@@ -196,7 +199,7 @@ def file_name(members: Sequence[Arm]) -> str:
     """The file of a set of methods."""
     if len(members) > MOST_NAMED:
         return f"all_{len(members)}.jsonl"
-    names = ["".join(c if c.isalnum() or c in "._-" else "_" for c in str(a)) for a in members]
+    names = [re.sub(r"[^\w.-]", "_", str(arm)) for arm in members]
     return "+".join(names) + ".jsonl"
 
 
@@ -262,7 +265,7 @@ def add(run: Run, row: dict[str, Any], key: Sequence[str]) -> None:
 def scalars(row: dict[str, Any]) -> Any:
     """TensorBoard scalars of a row."""
     if row["kind"] == "failures" and row["task"] == "all":
-        name = "".join(c if c.isalnum() else "_" for c in row["methods"])
+        name = re.sub(r"\W", "_", row["methods"])
         step = round(row["margin_percent"])
         yield f"negatives/{row['rule']}_count/{name}", row["negatives"], step
 

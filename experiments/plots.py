@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from kvjax.metrics import mean_interval
@@ -75,13 +77,17 @@ def style(method: str) -> tuple[str, str, str]:
     return *_STYLES[base], dash
 
 
-def group_means(rows: Rows, by: Sequence[str], fields: Sequence[str]) -> list[dict[str, Any]]:
+def group_means(
+    rows: Rows, by: Sequence[str], fields: Sequence[str], shares: Sequence[str] = _SHARES
+) -> list[dict[str, Any]]:
     """Return one row a group: `by`, n, and mean, `_low` and `_high` of each field.
 
     Args:
         rows: rows of one value each; None is left out.
         by: fields that name a group; groups keep the order of their first row.
         fields: numeric fields to average, with 95 % intervals (`kvjax.metrics.mean_interval`).
+        shares: fields in [0, 1], whose bounds stay there; one that holds nothing but 0 and 1 is a
+            proportion, unless it is of the shares that a mean over tokens makes (the default).
     """
     groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -94,8 +100,10 @@ def group_means(rows: Rows, by: Sequence[str], fields: Sequence[str]) -> list[di
             if values:
                 # A share of successes is a proportion; a mean that happens to be 0 or 1 is not.
                 kind = "wilson" if field.endswith("exact") else "t"
+                if field in shares and field not in _SHARES:
+                    kind = "auto"
                 middle, low, high, _ = mean_interval(values, kind)
-                if field in _SHARES and low is not None:
+                if field in shares and low is not None:
                     low, high = max(low, 0.0), min(high, 1.0)
                 mean |= {field: middle, f"{field}_low": low, f"{field}_high": high}
         means.append(mean)
@@ -240,6 +248,17 @@ def by_layer(
             axes.set_ylim(bottom=0)
         _label(figure, axes, title, "layer", y_label)
         return figure
+
+
+def percent_map(axes: Axes, values: np.ndarray) -> AxesImage:
+    """Draw percents [rows, columns] as a map from red to green, written in; NaN stays grey."""
+    image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    axes.set_facecolor("#DDDDDD")
+    for (i, j), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            colour = "white" if value < 15 or value > 92 else "black"
+            axes.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7.5, color=colour)
+    return image
 
 
 def _draw(axes: Axes, points: Rows, x: str, y: str, name: str, *, star: bool, log_y: bool) -> None:

@@ -185,12 +185,12 @@ def compared(full: Forced, own: Forced) -> dict[str, Any]:
     """NLL difference, its ratio and top-5 overlap of an arm along the full cache's trajectory.
 
     Raises:
-        ValueError: for logits that are not finite.
+        FloatingPointError: for logits that are not finite.
     """
     nll, reference = (np.asarray(metrics.nll(f.logits, f.targets), np.float64) for f in (own, full))
     overlap = np.asarray(metrics.top_k_overlap(full.logits, own.logits), np.float64)
     if not (np.isfinite(nll).all() and np.isfinite(reference).all()):
-        raise ValueError("the logits are not finite.")
+        raise FloatingPointError("the logits are not finite.")
     difference = metrics.mean_interval(nll - reference, "bootstrap")
     shared = metrics.mean_interval(overlap, "bootstrap")
     return {

@@ -22,10 +22,9 @@ from experiments.quantized_cache_decode import Cell, prompt_of
 from experiments.quantized_cache_measure import Group, Settings
 from experiments.quantized_cache_memory import device_peaks
 from experiments.quantized_cache_plan import planned_row
-from experiments.quantized_cache_study import Facts, labels
+from experiments.quantized_cache_study import Facts, gates_of, labels
 from experiments.runner import Run, bound_programs, main
 from kvjax.evaluation import admission
-from kvjax.evaluation.admission import Gates
 from models import hub
 
 
@@ -263,11 +262,6 @@ def settings_of(config: Config) -> Settings:
         config.quality_tokens, config.trajectory, config.warmups, config.repeats, config.dtype,
         own, config.own_process == "always", config.model, config.folder, config.seed,
     )  # fmt: skip
-
-
-def gates_of(config: Config) -> Gates:
-    """The gates of the command line."""
-    return Gates(config.max_nll_difference, config.min_top5_overlap, config.max_latency_ratio)
 
 
 def judged(config: Config, cell: Cell, measured: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,14 @@ from experiments.quantized_cache_decode import (
 from kvjax import accounting, decode, metrics, registry, timing
 from models import hub
 
-# what a backend, an allocator or a setting that does not fit raises; anything else is a defect
-FAILURES = (ValueError, NotImplementedError, RuntimeError, MemoryError, OSError)
+UNFIT = (ValueError, NotImplementedError)
+"""What planning raises for a setting that these shapes cannot be stored with."""
+FAILURES = (
+    jax.errors.JaxRuntimeError, NotImplementedError, MemoryError, OSError, FloatingPointError,
+)  # fmt: skip
+"""What an arm that fits can fail with later: the device or its allocator, no implementation for the
+device, a process that dies, logits that are not finite. Anything else is a defect of ours: it stops
+the run."""
 
 
 class Settings(NamedTuple):
@@ -84,13 +90,17 @@ class Group:
         return self.cells[0]
 
     def attempt(self, cell: Cell, stage: str, work: Callable[[], Any]) -> Any:
-        """Run one stage of an arm that has not failed; on a failure note it and return None."""
+        """Run one stage of an arm that has not failed; on a failure note it and return None.
+
+        Only planning may say that a setting does not fit; see `UNFIT` and `FAILURES`.
+        """
         if cell in self.failures:
             return None
+        expected = UNFIT if stage == "plan" else FAILURES
         begin = time.perf_counter()
         try:
             return work()
-        except FAILURES as error:
+        except expected as error:
             message = " ".join(str(error).split()) or type(error).__name__
             self.failures[cell] = Failure(stage, f"{type(error).__name__}: {message[:300]}")
             self.held.pop(cell, None)

@@ -170,7 +170,8 @@ def isolated(spec: Spec) -> dict[str, Any]:
         not report them, and incremental_process_peak_rss_bytes, None where the system does not.
 
     Raises:
-        RuntimeError: when the process fails, with the last line that it wrote.
+        ChildProcessError: when the process fails, with the last line that it wrote.
+        TimeoutError: when it does not end.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
@@ -180,11 +181,13 @@ def isolated(spec: Spec) -> dict[str, Any]:
             check=False, timeout=_TIMEOUT_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"the arm's own process took over {_TIMEOUT_SECONDS} s.") from None
+        raise TimeoutError(f"the arm's own process took over {_TIMEOUT_SECONDS} s.") from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"the arm's own process failed: {' '.join(last) or done.returncode}")
+        raise ChildProcessError(
+            f"the arm's own process failed: {' '.join(last) or done.returncode}"
+        )
     return json.loads(lines[-1])
 
 

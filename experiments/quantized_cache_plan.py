@@ -3,7 +3,7 @@
 from typing import Any
 
 from experiments.quantized_cache_decode import Cell, expected_flushes
-from experiments.quantized_cache_measure import FAILURES
+from experiments.quantized_cache_measure import UNFIT
 from experiments.quantized_cache_memory import predicted_bytes
 from kvjax import registry
 from kvjax.evaluation import admission
@@ -18,7 +18,7 @@ def planned_row(cell: Cell, loaded: hub.Loaded, dtype: str) -> dict[str, Any]:
         container, full = predicted_bytes(
             method, loaded.model, cell.context, cell.new_tokens, dtype
         )
-    except FAILURES as error:
+    except UNFIT as error:
         failed = {"decision": admission.FAILED, "failure_stage": "plan"}
         return row | failed | {"error": " ".join(str(error).split())}
     flushes = 0

@@ -44,9 +44,9 @@ def planned(facts: Facts, run: Run, rows: Sequence[dict]) -> None:
 
 def report(facts: Facts, run: Run) -> None:
     """Show and write a finished run, from its rows."""
-    rows = run.rows
+    rows = with_scratch(run.rows)
     record = read_record(run.path)
-    made = study(facts, record, rows)
+    made = study(facts, record, run.rows)
     write_json(run.path / STUDY, plain(made))
     config = facts.config
     title = f"{facts.loaded.name}, cache in {config.dtype}"
@@ -81,6 +81,26 @@ def _mib(field: str) -> Any:
     return lambda row: None if row.get(field) is None else row[field] / MIB
 
 
+def with_scratch(rows: Sequence[dict]) -> list[dict]:
+    """The rows, with the share that is saved where the compiled step's temporaries count too.
+
+    Live arrays are what is held between two steps; within a step its temporary buffers come on top,
+    and a quantized cache's are larger. None where the peak is the device's own, which has them.
+    """
+    full = {(r["matrix"], r["context"]): r for r in rows if r["method"] == "full"}
+
+    def saved(row):
+        pair = (row, full[row["matrix"], row["context"]])
+        if any(r.get("step_scratch_bytes") is None or "saved_bytes" not in r for r in pair):
+            return None
+        if row["incremental_peak_source"] != "live arrays":
+            return None
+        own, base = (r["incremental_live_peak_bytes"] + r["step_scratch_bytes"] for r in pair)
+        return 100 * (1 - own / base)
+
+    return [dict(row) | {"saved_with_scratch_percent": saved(row)} for row in rows]
+
+
 def columns() -> list[Column]:
     """Columns of quality, latency and decision."""
     return [
@@ -90,6 +110,7 @@ def columns() -> list[Column]:
         Column("peak MiB", _mib("incremental_peak_bytes"), ".2f"),
         Column("saved MiB", _mib("saved_bytes"), ".2f"),
         Column("saved %", "saved_percent", ".1f"),
+        Column("with scratch %", "saved_with_scratch_percent", ".1f"),
         Column("ms/token", "ms_per_token", ".1f"),
         Column("min", "ms_per_token_min", ".1f"),
         Column("/ full [range]", interval("latency_ratio", ".2f")),
@@ -246,9 +267,10 @@ def notes(facts: Facts, made: dict[str, Any], rows: Sequence[dict]) -> str:
         f" Time: medians and minima of {config.repeats} generations in turns after"
         f" {config.warmups} warm-up; the bracket is the range of the rounds' ratios. Every flush is"
         f" in the time. Peak: {evidence['peak_source'] or 'not measured'}, beyond what was held"
-        " before the cache; `process peak` is the whole process's resident memory, weights and"
-        " programs included, and does not rank arms. Scratch: temporary buffers of the compiled"
-        " step. Cache read a step: live bytes, mean of first and last step."
+        " before the cache, between steps; `with scratch` also counts the temporary buffers of the"
+        " compiled step (not those of a flush); `process peak` is the whole process's resident"
+        " memory, weights and programs included, and does not rank arms. Cache read a step: live"
+        " bytes, mean of first and last step."
         f" hqq: {config.hqq_axis} axis on both sides, refinement {config.hqq_refine},"
         f" {'whole cache' if config.hqq_requantize else 'one block'} coded at a flush. Groups along"
         " tokens are no longer than the residual window.\n"

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import jax
 
 from experiments.quantized_cache_published import TUTORIAL
 from experiments.record import plain
+from experiments.throughput import num_threads
 from kvjax.evaluation import admission
 from kvjax.evaluation.admission import Gates
 from models import hub, tiny
@@ -22,7 +22,8 @@ WORKLOAD_ID, WORKLOAD_VERSION = "paired-quantized-cache", 1
 _DEFINITIONS = {
     "incremental_peak_bytes": (
         "most bytes held while decoding beyond those held before the cache: the device's allocated"
-        " peak where it reports one, else live arrays, which are exact"
+        " peak where it reports one, temporaries included; else live arrays between steps, to which"
+        " a step adds its step_scratch_bytes"
     ),
     "saved_bytes": "incremental peak of the full cache minus the arm's, at equal tokens",
     "process_peak_rss_bytes": (
@@ -52,8 +53,12 @@ class Facts(NamedTuple):
     @property
     def gates(self) -> Gates:
         """The gates of the command line."""
-        config = self.config
-        return Gates(config.max_nll_difference, config.min_top5_overlap, config.max_latency_ratio)
+        return gates_of(self.config)
+
+
+def gates_of(config: Any) -> Gates:
+    """The gates of the command line."""
+    return Gates(config.max_nll_difference, config.min_top5_overlap, config.max_latency_ratio)
 
 
 def labels(folder: Path, own: Path) -> dict[str, str]:
@@ -149,9 +154,9 @@ def study(facts: Facts, record: dict[str, Any], rows: Sequence[dict]) -> dict[st
         "evidence": {
             "prompts_a_context": 1, "quality_tokens": config.quality_tokens,
             "repeats": config.repeats,
-            "peak_source": next(
-                (r["incremental_peak_source"] for r in rows if "incremental_peak_source" in r), None
-            ),
+            "peak_source": " or ".join(
+                dict.fromkeys(r["incremental_peak_source"] for r in rows if "saved_bytes" in r)
+            ) or None,
             "largest_load_average": max(
                 (r["load_average"] for r in rows if r.get("load_average") is not None),
                 default=None,
@@ -183,7 +188,7 @@ def hardware(record: dict[str, Any]) -> dict[str, Any]:
         "device_memory_bytes": stats.get("bytes_limit"),
         "cpu": _cpu_name(),
         "cpus": record["cpus"],
-        "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "usable_cpus": num_threads(),
         "platform": record["platform"],
     }
 

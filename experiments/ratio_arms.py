@@ -7,7 +7,7 @@ from typing import NamedTuple
 from experiments.arms import Arm, solve
 from kvjax import accounting, registry
 from kvjax.accounting import Budget
-from kvjax.types import PromptShape
+from kvjax.types import Method, PromptShape
 
 FARTHEST = 1.6  # a discrete setting this many times off a ratio does not stand for it
 
@@ -46,20 +46,25 @@ def at_ratios(
             if not hasattr(method, "points"):
                 arms.append(solve(label, method, budget, shape, num_layers))
                 continue
-            points = list(method.points())
-            stores = [
-                shape.full_bytes / accounting.layer_bytes(point, shape, num_layers)
-                for point in points
-            ]
-            off = [abs(math.log(stored / ratio)) for stored in stores]
-            index = off.index(min(off))
-            stored = stores[index]
-            if off[index] > math.log(FARTHEST) or index in taken:
+            point, stored = nearest_point(method, ratio, shape, num_layers)
+            if abs(math.log(stored / ratio)) > math.log(FARTHEST) or point in taken:
                 absent.append(
                     f"{label} has no setting of its own near {ratio:g}x at {shape.num_tokens:,}"
                     f" tokens (nearest: {stored:.1f}x)."
                 )
                 continue
-            taken.append(index)
-            arms.append(Arm(label, ratio, points[index], f"discrete setting, {stored:.1f}x"))
+            taken.append(point)
+            arms.append(Arm(label, ratio, point, f"discrete setting, {stored:.1f}x"))
     return Planned(arms, absent)
+
+
+def nearest_point(
+    method: Method, ratio: float, shape: PromptShape, num_layers: int
+) -> tuple[Method, float]:
+    """The one of a method's discrete settings whose ratio is nearest, and that ratio."""
+    stored = {
+        point: shape.full_bytes / accounting.layer_bytes(point, shape, num_layers)
+        for point in method.points()
+    }
+    point = min(stored, key=lambda p: abs(math.log(stored[p] / ratio)))
+    return point, stored[point]

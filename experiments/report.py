@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 _SECONDS_BETWEEN_LINES = 10.0  # without a terminal
+_SCALAR_NAME = str.maketrans({c: "_" for c in "():,='+[] "})
 
 
 class Column(NamedTuple):
@@ -70,6 +71,11 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title
     lines = [[c.title for c in columns], ["---:" if r else "---" for r in right], *cells]
     head = f"## {title}\n\n" if title else ""
     return head + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def scalar_name(label: str) -> str:
+    """Return a label without the characters that a scalar's name may not hold."""
+    return label.translate(_SCALAR_NAME)
 
 
 def print_line(text: str) -> None:

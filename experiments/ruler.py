@@ -11,15 +11,14 @@ end of sequence, and RULER's string match scores the answer, 0 to 100. The gold 
 teacher forcing too (NLL, share of its tokens that are the likeliest): a small model fails many
 tasks outright, and there the score cannot fall.
 
-Scaled to short contexts, as `kvjax.evaluation.ruler` says: fewer distractors (multikey_2: 46 at
-1,024 tokens with the default model, multikey_3: 11), documents (17) and words; below 4,096 tokens
-the common words of cwe come up 6 times and the others once (RULER's own lower setting; 30 and 3
-above), after an example of 20 words. The small preset ends an answer after 64 tokens at most, where
-RULER allows 128 (needles) and 120 (cwe).
+Scaled to short contexts, as `kvjax.evaluation.ruler` says: fewer distractors, documents and words;
+below 4,096 tokens the common words of cwe come up 6 times and the others once (RULER's own lower
+setting; 30 and 3 above), after an example of 20 words. The small preset ends an answer after 64
+tokens at most, where RULER allows 128 (needles) and 120 (cwe).
 
-The larger presets are for accelerators: until it is compressed a context holds queries, keys and
-values of all layers, at 32,768 tokens 15 GB (8B), 19 GB (24B) and 59 GB (70B), at 65,536 twice
-that, beside the weights.
+The larger presets are for accelerators: until it is compressed a context holds queries, keys with
+and without rotation, and values, 2 (heads + 3 KV heads) head_dim bytes a token and layer: at 32,768
+tokens 15 GB (8B), 19 GB (24B) and 59 GB (70B), at 65,536 twice that, beside the weights.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ from experiments.arms import plan
 from experiments.runner import Run, main
 from kvjax import registry
 from kvjax.evaluation import ruler, scoring
-from kvjax.evaluation.rows import Encoded, encode
+from kvjax.evaluation.rows import Encoded, Row, encode
 from models import hub
 
 
@@ -50,7 +49,7 @@ class Config:
     tasks: tuple[str, ...] = tuple(ruler.TASKS)
     """of the 13 tasks"""
     prompts: int | None = None
-    """prompts of each task; small: 3"""
+    """prompts of each task; small: 3, of official files all"""
     ratios: tuple[float, ...] | None = None
     """full bfloat16 bytes over stored bytes; small: 2 4 8"""
     methods: tuple[str, ...] = ("anchorkv", "snapkv", "streaming_llm", "random")
@@ -71,12 +70,14 @@ class Config:
     """JSON file in SQuAD's format for qa_1; default: a synthetic set"""
     hotpotqa: str | None = None
     """JSON file in HotpotQA's format for qa_2; default: a synthetic set"""
+    only: str | None = None
+    """JSONL of samples (experiments.negative_samples writes such sets): these prompts alone"""
     folder: str | None = None
     """folder of .txt files for natural text; default: prose that every Python ships"""
     matmul: Literal["bfloat16", "float32"] = "bfloat16"
     """products with weights; float32 is exact, and as fast on a CPU without AVX512-BF16 or AMX"""
     quick: bool = False
-    """two prompts a task, 4 times, AnchorKV and SnapKV alone"""
+    """two prompts a task, 4 times, without StreamingLLM and random"""
     seed: int = 42
     """of keys, values, words, documents and haystacks"""
 
@@ -102,23 +103,22 @@ TINY = Config(
 
 def run(config: Config, run: Run) -> None:
     """Answer, score, report."""
-    config = settle(config)
+    asked, config = config, settle(config)
     for label in config.methods:
         registry.make(label)  # an unknown method fails before a model is loaded
-    read = ruler.read_official(config.official, chat=config.chat) if config.official else []
-    loaded = hub.load(config.model)
-    if config.matmul == "bfloat16":
-        loaded = dataclasses.replace(loaded, params=equal_bytes.lighter(loaded.params))
+    read = official(config if config.quick else asked) if config.official else []
+    loaded = equal_bytes.load(config.model, config.matmul)
     run.watch(ruler_report.scalars)
     if config.official:
         rows = [encode(loaded.tokenizer, limited(row, config.new_tokens)) for row in read]
-        rows = [row for row in rows if row.row.task in config.tasks]
         sets = {max((len(row.context_ids) for row in rows), default=0): rows}
     else:
         sets = {length: generated(config, loaded, length) for length in config.lengths}
     layers = len(loaded.model.windows)
     for length, questions in sets.items():
         answers.check_questions(questions, scoring.METRICS)
+        if config.only is not None:
+            questions = answers.only(questions, config.only)
         shape = answers.reference_shape(questions, loaded)
         arms = plan(config.methods, config.ratios, config.matched, shape, layers)
         for together in by_size(questions):
@@ -142,7 +142,8 @@ def settle(config: Config) -> Config:
     chosen = PRESETS[config.preset] | ({"prompts": 2, "ratios": (4.0,)} if config.quick else {})
     fields = {name: value for name, value in chosen.items() if getattr(config, name) is None}
     if config.quick:
-        fields["methods"] = tuple(m for m in config.methods if m in ("anchorkv", "snapkv"))
+        left_out = ("streaming_llm", "random")
+        fields["methods"] = tuple(m for m in config.methods if m not in left_out) or config.methods
     config = dataclasses.replace(config, **fields)
     for name in ("prompts", "batch", "new_tokens"):
         value = getattr(config, name)
@@ -151,6 +152,13 @@ def settle(config: Config) -> Config:
     if not config.lengths or not config.ratios:
         raise ValueError("lengths and ratios must each hold at least one number.")
     return dataclasses.replace(config, ratios=tuple(float(ratio) for ratio in config.ratios))
+
+
+def official(config: Config) -> list[Row]:
+    """RULER's own prompts of the tasks that are asked for, so many of each as a flag says."""
+    rows = ruler.read_official(config.official, chat=config.chat)
+    tasks = {task: [row for row in rows if row.task == task] for task in config.tasks}
+    return [row for found in tasks.values() for row in found[: config.prompts]]
 
 
 def generated(config: Config, loaded: hub.Loaded, length: int) -> list[Encoded]:
@@ -174,7 +182,7 @@ def by_size(questions: list[Encoded]) -> list[list[Encoded]]:
     return [parts[size] for size in sorted(parts)]
 
 
-def limited(row: Any, new_tokens: int | None) -> Any:
+def limited(row: Row, new_tokens: int | None) -> Row:
     """A row with at most so many new tokens."""
     if new_tokens is None:
         return row

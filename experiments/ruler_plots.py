@@ -8,6 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.plots import percent_map
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -56,13 +58,10 @@ def heat_map(rows: Rows, solved: Sequence[str], title: str) -> Figure:
 
 def _map(axes: Axes, values: np.ndarray, names: Sequence[str], title: str) -> None:
     """One map with its numbers written in."""
-    image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    image = percent_map(axes, values)
     axes.set_yticks(range(len(names)), names)
     axes.set_title(title, loc="left", fontsize=10)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    for (i, j), value in np.ndenumerate(values):
-        colour = "white" if value < 15 or value > 92 else "black"
-        axes.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7.5, color=colour)
     axes.figure.colorbar(image, ax=axes, pad=0.01, label="%", fraction=0.03)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from experiments import plots, ruler_plots
-from experiments.report import Column, interval, markdown, table
+from experiments.report import Column, interval, markdown, scalar_name, table
 from experiments.runner import Run
 from kvjax.evaluation import ruler
-from kvjax.metrics import mean_interval
+from kvjax.metrics import mean_interval, mean_of_means
 
 SOLVED = 20.0  # the full cache's mean score from which a task's score can tell methods apart
 LEAST_NLL = 0.1  # nats a token that an answer must lose; less is there at every compression
@@ -27,8 +27,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
     """TensorBoard scalars of a row; the step is the target ratio in hundredths."""
-    plain = str.maketrans({c: "_" for c in "():,='+[] "})
-    arm = f"{row['length']}_{row['task']}/{row['method'].translate(plain)}"
+    arm = f"{row['length']}_{row['task']}/{scalar_name(row['method'])}"
     step = round(100 * row["target_ratio"])
     yield f"ruler/score_percent/{arm}", row["score"], step
     yield f"ruler/answer_nll_nats/{arm}", row["answer_nll"], step
@@ -111,19 +110,11 @@ def with_interval(found: Sequence[float], field: str, scale: float = 1.0) -> dic
 
 def balanced(rows: Rows, field: str, tasks: Sequence[str], arm: tuple[str, float]) -> dict | None:
     """Mean of the tasks' means of a field; the interval is over prompts within tasks."""
-    cells = [values(rows, field, task, *arm) for task in tasks]
-    cells = [np.asarray(cell, np.float64) for cell in cells if cell]
+    cells = [cell for task in tasks if (cell := values(rows, field, task, *arm))]
     if not cells:
         return None
-    middle = float(np.mean([cell.mean() for cell in cells]))
-    if min(len(cell) for cell in cells) < 2:
-        return {field: middle, f"{field}_low": None, f"{field}_high": None}
-    draws = np.random.default_rng(0)
-    resampled = np.mean(
-        [cell[draws.integers(0, len(cell), (2000, len(cell)))].mean(1) for cell in cells], axis=0
-    )
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return {field: middle, f"{field}_low": float(low), f"{field}_high": float(high)}
+    middle, low, high, _ = mean_of_means(cells)
+    return {field: middle, f"{field}_low": low, f"{field}_high": high}
 
 
 def full_cache(rows: Rows, solved: Sequence[str], title: str) -> str:

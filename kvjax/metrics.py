@@ -72,6 +72,33 @@ def mean_interval(
     return Interval(mean, mean - half, mean + half, n)
 
 
+def mean_of_means(groups: Sequence[Sequence[float] | np.ndarray], seed: int = 0) -> Interval:
+    """Return the mean of groups' means, each group counting as much, and its 95 % interval.
+
+    The interval is over values within groups, not over groups: percentiles of 2,000 means whose
+    values are resampled group by group. A group of one value gives none.
+
+    Args:
+        groups: values of each group, at least one.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: for no groups, or one without values.
+    """
+    cells = [np.asarray(group, np.float64).reshape(-1) for group in groups]
+    if not cells or min(map(len, cells)) == 0:
+        raise ValueError(f"groups of {[len(c) for c in cells]} values: each needs at least one.")
+    middle, n = float(np.mean([cell.mean() for cell in cells])), sum(map(len, cells))
+    if min(map(len, cells)) < 2:
+        return Interval(middle, None, None, n)
+    draws = np.random.default_rng(seed)
+    resampled = np.mean(
+        [cell[draws.integers(0, len(cell), (2000, len(cell)))].mean(1) for cell in cells], axis=0
+    )
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return Interval(middle, float(low), float(high), n)
+
+
 def masked_mean(values: Array, mask: Array | None = None, axis: int | None = None) -> Array:
     """Average without the pads: Σ values · mask / Σ mask, 0 where nothing is left.
 

@@ -116,3 +116,18 @@ def test_masked_mean_ignores_what_stands_at_a_pad():
     assert metrics.masked_mean(values, mask) == 3
     assert metrics.masked_mean(values, mask, axis=1).tolist() == [2, 5]
     assert metrics.masked_mean(values, jnp.zeros_like(mask)) == 0
+
+
+def test_mean_of_means_counts_groups_alike_and_resamples_within_them():
+    rng = np.random.default_rng(3)
+    groups = [rng.normal(0, 1, 40), rng.normal(10, 1, 8)]
+    found = metrics.mean_of_means(groups)
+    assert found.mean == pytest.approx((groups[0].mean() + groups[1].mean()) / 2)
+    assert found.n == 48
+    # the groups' distance of 10 is no noise: half the root of the summed variances of the means
+    half = 1.96 * np.sqrt(sum(g.var() / len(g) for g in groups)) / 2
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
+    assert metrics.mean_of_means([[1.0, 3.0], [5.0]])[:3] == (3.5, None, None)
+    for bad in ([], [[1.0], []]):
+        with pytest.raises(ValueError, match="at least one"):
+            metrics.mean_of_means(bad)

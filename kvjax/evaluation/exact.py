@@ -1,6 +1,6 @@
 """A context of exactly so many tokens, from parts whose number is free, for any tokenizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvjax.evaluation.chat import Tokenizer, encode_after, encode_prompt
@@ -74,7 +74,7 @@ def fit(
             f" fill ({len(ids)} tokens): name a larger source."
         )
     if gap:
-        split = _columns_of(tokenizer, ids, introduction)
+        split = columns_of(tokenizer, ids, introduction)
         line = encode_after(tokenizer, introduction, filler + "\n")
         while len(line) < gap:
             line = encode_after(tokenizer, introduction, filler + " ") + line
@@ -109,7 +109,7 @@ def _most_units(size: Callable[[int], int], limit: int, least: int, most: int | 
     return low
 
 
-def _columns_of(tokenizer: Tokenizer, ids: list[int], text: str) -> int:
+def columns_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
     """The fewest first columns that hold `text` whole; all of them where none do."""
     low, high = 0, len(ids)
     while low < high:

@@ -6,12 +6,10 @@ that the limit cut off has no length: it is counted as truncated.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-
-from kvjax.metrics import mean_interval
 
 LONGER = 1.5  # an answer at least this many times as long counts as much longer
 OUTLIER_PERCENT = 200  # the Rethink artifact drops shifts beyond it
@@ -135,39 +133,6 @@ def similarity(vectors: np.ndarray, others: np.ndarray, center: np.ndarray) -> n
     a, b = (np.asarray(x, np.float64) - center for x in (vectors, others))
     norm = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return np.where(norm > 0, (a * b).sum(-1) / np.where(norm > 0, norm, 1), 0.0)
-
-
-def means(
-    rows: Sequence[Mapping[str, Any]],
-    by: Sequence[str],
-    fields: Mapping[str, Callable[[Mapping[str, Any]], float | None]],
-    shares: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """Return one row a group: `by`, n, and of each field the mean, its 95 % bounds and its count.
-
-    Args:
-        rows: one a request and arm.
-        by: fields that name a group; groups keep the order of their first row.
-        fields: name and value of a row, None where it has none: it is left out of the mean.
-        shares: fields that are proportions, or means of some: in [0, 1], and so are their bounds.
-    """
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in by), []).append(row)
-    found = []
-    for group, members in groups.items():
-        mean = dict(zip(by, group, strict=True)) | {"n": len(members)}
-        for name, value in fields.items():
-            values = [float(v) for row in members if (v := value(row)) is not None]
-            mean[f"{name}_n"] = len(values)
-            if values:
-                share = name in shares
-                middle, low, high, _ = mean_interval(values, "auto" if share else "t")
-                if share and low is not None:
-                    low, high = max(low, 0.0), min(high, 1.0)
-                mean |= {name: middle, f"{name}_low": low, f"{name}_high": high}
-        found.append(mean)
-    return found
 
 
 def shift_of_pair(full: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ dataset2prompt.json; then the prompt is the official one character for character
 compressed after the part that ends with the context.
 """
 
-import gzip
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -52,14 +51,14 @@ def read(
             raise ValueError(f"LongBench-E has no {name}.")
     path = Path(source).expanduser()
     if path.is_file() and path.suffix != ".zip":
-        return _one_file(path, wanted, extended)
+        return _one_file(path, wanted)
     if path.is_dir():
         files = _in_folder(path)
     elif path.is_file():
         files = _in_zip(path)
     else:
         files = _in_zip(_from_hub(str(source)))
-    stems = {name: _stem(name, extended) for name in DATASETS}
+    stems = {name: f"{name}_e" if extended else name for name in DATASETS}
     here = {name: files[stem] for name, stem in stems.items() if stem in files}
     missing = [name for name in wanted if name not in here]
     if missing or not here:
@@ -173,15 +172,11 @@ def _named(table: Mapping[str, Any], dataset: str, what: str) -> Any:
     return table[dataset]
 
 
-def _stem(dataset: str, extended: bool) -> str:
-    return f"{dataset}_e" if extended else dataset
-
-
 def _bare(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def _one_file(path: Path, wanted: list[str], extended: bool) -> dict[str, list[dict[str, Any]]]:
+def _one_file(path: Path, wanted: list[str]) -> dict[str, list[dict[str, Any]]]:
     """The records of one file, by the dataset that each names, else by the file's name."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in rows.read_jsonl(path):
@@ -212,12 +207,8 @@ def _in_zip(path: Path) -> dict[str, Any]:
     """A reader for each .jsonl file of an archive."""
 
     def lines(name):
-        with zipfile.ZipFile(path) as archive, archive.open(name) as text:
-            data = gzip.decompress(text.read()) if name.endswith(".gz") else text.read()
-        try:
-            return [json.loads(line) for line in data.decode().splitlines() if line.strip()]
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}, {name}: {error}.") from None
+        with zipfile.ZipFile(path) as archive, archive.open(name) as file:
+            return rows.parse_jsonl(file, f"{path}/{name}")
 
     try:
         with zipfile.ZipFile(path) as archive:

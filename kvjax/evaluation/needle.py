@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvjax.evaluation.chat import Tokenizer, chat_frame, encode_after, encode_prompt
+from kvjax.evaluation.exact import columns_of
 from kvjax.evaluation.text import sentences
 
 INTRODUCTION = (
@@ -178,11 +179,7 @@ def locate(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> tuple[int, in
     """
     if text not in tokenizer.decode(ids):
         raise ValueError(f"{text!r} is not in the decoded tokens.")
-    low, high = 0, len(ids)  # the least stop with the text before it
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if text in tokenizer.decode(ids[:middle]) else (middle + 1, high)
-    stop = low
+    stop = columns_of(tokenizer, ids, text)
     low, high = 0, stop - 1  # the greatest start with the text after it
     while low < high:
         middle = (low + high + 1) // 2

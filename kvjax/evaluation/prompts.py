@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ def read(path: str | Path) -> list[Prompt]:
         packed = path.read_bytes()
         data = gzip.decompress(packed) if path.suffix == ".gz" else packed
         text = data.decode("utf-8-sig")
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as text: {error}.") from None
     records = {".jsonl": _lines, ".csv": _csv, ".json": _json}[kind](path, text)
     stem = name.removesuffix(kind)
@@ -84,7 +85,7 @@ def _kinds() -> str:
 
 def _lines(path: Path, text: str) -> list[tuple[str, Any]]:
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON text may hold other line ends
         if not line.strip():
             continue
         try:

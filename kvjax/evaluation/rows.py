@@ -6,11 +6,12 @@ the same context share one compressed cache.
 """
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from kvjax.evaluation.chat import Tokenizer, chat_frame, encode_prompt
 
@@ -50,7 +51,7 @@ class Encoded(NamedTuple):
         row: the row.
         context_ids: BOS where the model takes one, the chat's header, the context.
         question_ids: question, end of the turn, start of the model's, answer prefix; 1 or more.
-        removed: tokens that middle truncation took out of the context.
+        removed: tokens that truncation took out of the prompt's middle.
     """
 
     row: Row
@@ -59,20 +60,12 @@ class Encoded(NamedTuple):
     removed: int = 0
 
 
-def encode(tokenizer: Tokenizer, row: Row, limit: int | None = None) -> Encoded:
+def encode(tokenizer: Tokenizer, row: Row) -> Encoded:
     """Encode the prompt of a row whole, and cut it at the last token that is context alone.
 
-    Args:
-        tokenizer: the model's.
-        row: the row.
-        limit: most tokens of context_ids, at least 2; what is too much goes out of the middle, so
-            that the head (with the chat's header) and the end of the context stay, half each.
-
     Raises:
-        ValueError: for a row without a context or answers, or a limit below 2.
+        ValueError: for a row without a context or answers.
     """
-    if limit is not None and limit < 2:
-        raise ValueError(f"limit={limit} must be at least 2 tokens.")
     if not row.context.strip():
         raise ValueError(f"row {row.id} of {row.task} has an empty context: it must hold text.")
     if isinstance(row.answer, str) or not any(text.strip() for text in row.answer):
@@ -89,15 +82,7 @@ def encode(tokenizer: Tokenizer, row: Row, limit: int | None = None) -> Encoded:
     context, question = whole[:split], whole[split:]
     if not context:
         raise ValueError(f"row {row.id} of {row.task}: no token belongs to the context alone.")
-    removed = max(0, len(context) - limit) if limit is not None else 0
-    if removed:
-        head = limit // 2
-        if head < len(encode_prompt(tokenizer, header)):
-            raise ValueError(
-                f"limit={limit} cuts the chat's header: it must hold twice its tokens."
-            )
-        context = context[:head] + context[len(context) - (limit - head) :]
-    return Encoded(row, tuple(context), tuple(question), removed)
+    return Encoded(row, tuple(context), tuple(question))
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -110,24 +95,35 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file: name a .jsonl or .jsonl.gz file.")
-    opened = gzip.open if path.suffix == ".gz" else open
+    with open(path, "rb") as file:
+        return parse_jsonl(file, str(path))
+
+
+def parse_jsonl(file: IO[bytes], name: str) -> list[dict[str, Any]]:
+    """Parse an opened .jsonl or .jsonl.gz file; `name` says which, in errors too.
+
+    Raises:
+        ValueError: for a line that is no JSON object, with its number, or an empty file.
+    """
     found = []
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
+        # line ends alone part lines: a string may hold other separators, such as U+2028
+        data = gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
+        with io.TextIOWrapper(data, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
                     value = json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number}: {error}.") from None
+                    raise ValueError(f"{name}, line {number}: {error}.") from None
                 if not isinstance(value, dict):
-                    raise ValueError(f"{path}, line {number}: must be a JSON object.")
+                    raise ValueError(f"{name}, line {number}: must be a JSON object.")
                 found.append(value)
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read as text: {error}.") from None
+        raise ValueError(f"{name} cannot be read as text: {error}.") from None
     if not found:
-        raise ValueError(f"{path} is empty: it must hold one JSON object a line.")
+        raise ValueError(f"{name} is empty: it must hold one JSON object a line.")
     return found
 
 

@@ -24,8 +24,6 @@ from kvjax.evaluation.exact import fit
 from kvjax.evaluation.rows import Encoded, Row, read_jsonl
 from kvjax.evaluation.ruler_drafts import CommonWords, Draft, FrequentWords, Needles, Tracing
 
-END = "\n\n"  # ends the context, so that no token spans context and question
-
 
 @dataclasses.dataclass(frozen=True)
 class Answering:
@@ -112,8 +110,9 @@ def build(
     header, footer = chat_frame(tokenizer)
     try:
         fitted = fit(
-            tokenizer, header=header, introduction=draft.introduction, body=draft.body, end=END,
-            filler=draft.filler, num_tokens=num_tokens, least=draft.least, most=draft.most,
+            tokenizer, header=header, introduction=draft.introduction, body=draft.body,
+            end=needle.SEPARATOR, filler=draft.filler, num_tokens=num_tokens, least=draft.least,
+            most=draft.most,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{task}: {error}") from None
@@ -142,7 +141,7 @@ def build(
         },
     )
     follows = draft.question + footer + draft.answer_prefix
-    return Encoded(row, fitted.ids, tuple(encode_after(tokenizer, END, follows)))
+    return Encoded(row, fitted.ids, tuple(encode_after(tokenizer, needle.SEPARATOR, follows)))
 
 
 def build_set(

@@ -5,9 +5,9 @@ can be filled to any length; everything else is fixed by the seed.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class FrequentWords:
 _NOUNS = {"numbers": "number", "words": "word", "uuids": "code"}
 
 
-def needles(task: Needles, seed: int, num_tokens: int, folder: str | Path | None) -> Draft:
+def needles(task: Needles, seed: str, num_tokens: int, folder: str | Path | None) -> Draft:
     """Draft a retrieval task; `folder` holds .txt files for its haystack of natural text."""
     rng = random.Random(f"ruler needles {task} {seed}")
     noun, taken = _NOUNS[task.value_kind], set()
@@ -116,16 +116,16 @@ def needles(task: Needles, seed: int, num_tokens: int, folder: str | Path | None
     if task.haystack == "needles":
         others = random.Random(f"ruler distractors {task} {seed}")
         streams = (distinct(others, kind, taken) for kind in (task.key_kind, task.value_kind))
-        source = _Growing(sentence(key, value) for key, value in zip(*streams, strict=True))
+        source = _growing(sentence(key, value) for key, value in zip(*streams, strict=True))
         joint, filler = "\n", text.NOISE[0]
     else:
         found = text.sentences(folder if task.haystack == "text" and folder else task.haystack,
                                seed)  # fmt: skip
-        source = _Cycle(found)
+        source = _growing(cycle(found))
         joint, filler = " ", " ".join(found[-3:])
 
     def body(units):
-        return joint.join(_insert([source[i] for i in range(units)], facts, depths))
+        return joint.join(_insert(source(units), facts, depths))
 
     names = _listing([keys[i] for i in asked])
     answer = tuple(
@@ -156,7 +156,7 @@ def needles(task: Needles, seed: int, num_tokens: int, folder: str | Path | None
     )  # fmt: skip
 
 
-def tracing(task: Tracing, seed: int, num_tokens: int, folder: str | Path | None) -> Draft:
+def tracing(task: Tracing, seed: str, num_tokens: int, folder: str | Path | None) -> Draft:
     """Draft a variable-tracking task, with one solved example of three-letter variables."""
     rng = random.Random(f"ruler tracing {task} {seed}")
     noise, taken = text.sentences("noise", seed), set()
@@ -177,7 +177,7 @@ def tracing(task: Tracing, seed: int, num_tokens: int, folder: str | Path | None
         return names, value, lines
 
     def lines(units, chains, depths):
-        found = [noise[i % len(noise)] for i in range(units)]
+        found = list(islice(cycle(noise), units))
         placed = sorted(
             (depth, line) for own, places in zip(chains, depths, strict=True)
             for depth, line in zip(places, own[2], strict=True)
@@ -219,7 +219,7 @@ def tracing(task: Tracing, seed: int, num_tokens: int, folder: str | Path | None
     )  # fmt: skip
 
 
-def common_words(task: CommonWords, seed: int, num_tokens: int, folder: str | Path | None) -> Draft:
+def common_words(task: CommonWords, seed: str, num_tokens: int, folder: str | Path | None) -> Draft:
     """Draft a common-words task, with one solved example."""
     rng = random.Random(f"ruler common {task} {seed}")
     short = num_tokens < SHORT
@@ -269,7 +269,7 @@ def common_words(task: CommonWords, seed: int, num_tokens: int, folder: str | Pa
 
 
 def frequent_words(
-    task: FrequentWords, seed: int, num_tokens: int, folder: str | Path | None
+    task: FrequentWords, seed: str, num_tokens: int, folder: str | Path | None
 ) -> Draft:
     """Draft a frequent-words task."""
     rng = random.Random(f"ruler frequent {task} {seed}")
@@ -313,26 +313,15 @@ def frequent_words(
     )  # fmt: skip
 
 
-class _Growing:
-    """A sequence drawn as far as it is read."""
+def _growing(source: Iterator[str]) -> Callable[[int], list[str]]:
+    """Return a function that gives the first n items, drawn as far as they are asked for."""
+    made: list[str] = []
 
-    def __init__(self, source):
-        self._source, self._made = source, []
+    def first(count: int) -> list[str]:
+        made.extend(islice(source, max(count - len(made), 0)))
+        return made[:count]
 
-    def __getitem__(self, index: int) -> str:
-        while len(self._made) <= index:
-            self._made.append(next(self._source))
-        return self._made[index]
-
-
-class _Cycle:
-    """A sequence that begins again."""
-
-    def __init__(self, source: Sequence[str]):
-        self._source = source
-
-    def __getitem__(self, index: int) -> str:
-        return self._source[index % len(self._source)]
+    return first
 
 
 def _insert(units: Sequence[str], facts: Sequence[str], depths: Sequence[float]) -> list[str]:

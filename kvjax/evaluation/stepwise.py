@@ -94,13 +94,20 @@ def answer(
         An answer for each of the `real` rows.
 
     Raises:
-        ValueError: for a limit below 1, sampling without keys, or an empty forced answer.
+        ValueError: for a limit below 1, sampling without keys, an empty forced answer, or caches
+            without room for the answers.
     """
     batch = logits.shape[0]
     real = batch if real is None else real
     check(limit, sampling, forced)
     if forced is not None:
         limit = min(limit, max(len(ids) for ids in forced[:real]))
+    room = min(int(np.asarray(cache.room()).min()) for cache in caches)
+    if room < limit - 1:  # the last token is not stored
+        raise ValueError(
+            f"limit={limit} exceeds the room of the cache, {room} tokens: compress with a larger"
+            " reserve."
+        )
     stop, interval = np.array(sorted(stop_ids), np.int32), decode.flush_interval(caches)
     rows, alive = np.arange(batch), np.arange(batch) < real
     positions, keys = np.array(positions), sampling.keys
@@ -109,19 +116,18 @@ def answer(
     seen = np.zeros((batch, limit, 3), np.float32)
     stored, stopped = np.zeros(batch, np.int64), np.zeros(batch, bool)
 
-    def settle(slots):
-        live = accounting.live_bytes(caches)
-        stored[rows[slots]] = (live.stored + live.tail)[slots]
-
     for step in range(limit):
-        given = None
+        # asked for the rows that go on: one that ended with a full block would ask at every step
+        if decode.needs_flush(interval, positions[alive]):
+            caches = decode.flush(caches)
+        given, going = None, alive.copy()
         if forced is not None:
             given = np.array(
                 [forced[r][step] if step < len(forced[r]) else -1 for r in rows], np.int32
             )
         token, statistics = _choose(
-            logits, stop, None if keys is None else keys[rows], step, sampling.temperature,
-            sampling.top_p, given, greedy=greedy, nucleus=sampling.top_p < 1,
+            logits, stop, keys, step, sampling.temperature, sampling.top_p, given, greedy=greedy,
+            nucleus=sampling.top_p < 1,
         )  # fmt: skip
         host, statistics = np.asarray(token), np.asarray(statistics)
         if given is not None:
@@ -130,22 +136,22 @@ def answer(
         seen[rows[alive], step] = statistics[alive]
         ended = alive & np.isin(host, stop)
         stopped[rows[ended]] = True
-        alive &= ~ended
-        if step + 1 == limit or not alive.any():
-            settle(rows < real)
+        alive &= ~ended & (step + 1 < limit)
+        if (over := going & ~alive).any():  # now: what the others go on to do is not theirs
+            live = accounting.live_bytes(caches)
+            stored[rows[over]] = (live.stored + live.tail)[over]
+        if not alive.any():
             break
         half = len(rows) // 2
         if alive.sum() <= half and half >= smallest:
             while alive.sum() <= half // 2 and half // 2 >= smallest:
                 half //= 2
             order = np.argsort(~alive, kind="stable")
-            settle(order[half:])
             kept = order[:half]
             caches, token = _select(caches, jnp.asarray(kept)), token[kept]
             rows, alive, positions = rows[kept], alive[kept], positions[kept]
+            keys = None if keys is None else keys[kept]
         at = jnp.asarray(np.where(alive, positions, -1), jnp.int32)
-        if decode.needs_flush(interval, positions):
-            caches = decode.flush(caches)
         logits, caches = decode.decode_step(model, params, caches, jnp.maximum(token, 0), at)
         positions = positions + alive
 

@@ -22,7 +22,7 @@ NOISE = (
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
-def sentences(source: str | Path, seed: int) -> list[str]:
+def sentences(source: str | Path, seed: int | str) -> list[str]:
     """Return the sentences of a source, turned so that a seeded one comes first.
 
     Args:

@@ -90,21 +90,3 @@ def test_a_truncated_answer_has_no_length():
     assert cut["log_ratio_censored"] == pytest.approx(math.log(1.2))
     assert shift.shift_of_pair(row(100), row(200, True))["much_longer"] == 1
     assert shift.shift_of_pair(row(200, True), row(200, True))["much_longer"] is None
-
-
-def test_means_leave_out_what_a_row_does_not_have():
-    rows = [{"m": "a", "x": 1.0}, {"m": "b", "x": 4.0}, {"m": "a", "x": None}, {"m": "a", "x": 3.0}]
-    a, b = shift.means(rows, ["m"], {"x": lambda r: r["x"]})
-    assert (a["m"], a["n"], a["x_n"], a["x"]) == ("a", 3, 2, 2.0)
-    assert a["x_low"] < 2 < a["x_high"]
-    assert (b["x"], b["x_low"]) == (4.0, None)
-
-
-def test_bounds_of_a_share_are_shares_and_those_of_a_mean_are_not():
-    rows = [{"m": "a", "x": x} for x in (0.0, 0.5, 1.0, 1.0)]
-    field = {"x": lambda r: r["x"]}
-    share = shift.means(rows, ["m"], field, shares=("x",))[0]
-    assert share["x_high"] == 1.0 < shift.means(rows, ["m"], field)[0]["x_high"]
-    same = [{"m": "a", "x": 1.0}] * 3  # a mean of exactly 1 is not a proportion
-    assert shift.means(same, ["m"], field)[0]["x_low"] == 1.0
-    assert shift.means(same, ["m"], field, shares=("x",))[0]["x_low"] < 1.0

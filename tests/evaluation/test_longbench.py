@@ -52,6 +52,18 @@ def test_a_folder_an_archive_and_the_hub_give_the_same_rows(folder, tmp_path, mo
     assert list(longbench.read(folder, ("trec",), extended=True)["trec"])[0]["_id"] == "e"
 
 
+def test_an_archive_parts_rows_at_line_ends_alone(tmp_path):
+    odd = record(context="one\u2028two\x85three", dataset="lcc")
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as made:
+        made.writestr("data/lcc.jsonl", json.dumps(odd, ensure_ascii=False) + "\n")
+    assert longbench.read(archive)["lcc"] == [odd]
+    with zipfile.ZipFile(archive, "w") as made:
+        made.writestr("data/lcc.jsonl", lines(odd) + "{\n")
+    with pytest.raises(ValueError, match=r"data\.zip/data/lcc\.jsonl, line 2"):
+        longbench.read(archive)
+
+
 def test_a_file_of_several_datasets_is_split_by_what_its_rows_name(tmp_path):
     path = tmp_path / "mixed.jsonl"
     path.write_text(lines(record(), record(dataset="lcc"), record(dataset="trec_e")))

@@ -6,22 +6,11 @@ import json
 import numpy as np
 import pytest
 
+from experiments.negative_study import BASELINE as FULL
+from experiments.negative_study import COUNTS, COUNTS_MEDIAN, H2O, KIVI, MARGINS, STREAM
 from kvjax.evaluation import negatives
 from kvjax.evaluation.negatives import Arm
 
-FULL = Arm("hf", "")
-H2O = Arm("h2o", "c2048_w32_k7_maxpool")
-STREAM = Arm("streamingllm", "c2048_w32_k7_maxpool")
-KIVI = Arm("kivi", "4bits_group32_residual128")
-MARGINS = (0.01, 0.02, 0.04, 0.08, 0.10, 0.16, 0.24, 0.32)
-# Computed with the study's own extractors from its own score files, mean rule, by margin.
-COUNTS = {
-    (H2O,): (338, 332, 307, 266, 242, 192, 134, 103),
-    (STREAM,): (431, 421, 395, 368, 344, 292, 224, 177),
-    (KIVI,): (182, 168, 145, 107, 87, 64, 41, 26),
-    (H2O, STREAM): (218, 211, 190, 162, 136, 97, 51, 35),
-}
-COUNTS_MEDIAN = {(H2O,): 460, (STREAM,): 569, (KIVI,): 294, (H2O, STREAM): 342}
 BY_DATASET = {
     "gov_report": 53, "qmsum": 21, "qasper": 15, "multifieldqa_en": 10, "multi_news": 9,
     "hotpotqa": 7, "repobench-p": 7, "trec": 5, "samsum": 4, "lcc": 3, "2wikimqa": 2,
@@ -51,7 +40,7 @@ def datasets(samples):
 @pytest.mark.parametrize("arms", COUNTS, ids=lambda arms: "+".join(a.method for a in arms))
 def test_counts_of_the_study_by_margin(study, arms):
     methods = [study[arm] for arm in arms]
-    found = [len(negatives.negatives(study[FULL], methods, margin)) for margin in MARGINS]
+    found = [len(negatives.negatives(study[FULL], methods, m / 100)) for m in MARGINS]
     assert tuple(found) == COUNTS[arms]
     median = negatives.negatives(study[FULL], methods, 0.1, "median_zeros")
     assert len(median) == COUNTS_MEDIAN[arms]

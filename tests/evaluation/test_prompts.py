@@ -41,6 +41,12 @@ def test_json_lines(tmp_path, name):
     assert second.chat == [{"role": "user", "content": "Two?"}]
 
 
+def test_a_line_separator_inside_a_text_ends_no_line(tmp_path):
+    line = json.dumps({"prompt": "One\u2028two\x85three"}, ensure_ascii=False)
+    (found,) = prompts.read(write(tmp_path / "p.jsonl", f"{line}\r\n"))
+    assert found.messages[0][1] == "One\u2028two\x85three"
+
+
 def test_csv_with_a_quoted_line_break_and_a_mark_of_byte_order(tmp_path):
     path = write(tmp_path / "p.csv", '\ufeffid,prompt,reference\n7,"a,\nb",3\n8,c,\n')
     first, second = prompts.read(path)
@@ -83,9 +89,12 @@ def test_a_bad_file_is_one_clear_line(tmp_path, name, text, message):
 def test_a_missing_file_and_one_that_is_not_gzip(tmp_path):
     with pytest.raises(FileNotFoundError, match="is no file"):
         prompts.read(tmp_path / "none.jsonl")
-    (tmp_path / "p.jsonl.gz").write_bytes(b"plain")
-    with pytest.raises(ValueError, match="cannot be read"):
-        prompts.read(tmp_path / "p.jsonl.gz")
+    damaged = bytearray(gzip.compress(b'{"prompt": "a"}'))
+    damaged[12] ^= 255
+    for data in (b"plain", bytes(damaged)):
+        (tmp_path / "p.jsonl.gz").write_bytes(data)
+        with pytest.raises(ValueError, match="cannot be read"):
+            prompts.read(tmp_path / "p.jsonl.gz")
 
 
 def test_csv_is_written_the_same_every_time(tmp_path):

@@ -1,4 +1,4 @@
-"""Rows as tokens: whole prompts, one cut, middle truncation, files, the rules of scoring."""
+"""Rows as tokens: whole prompts, one cut, files, the rules of scoring."""
 
 import gzip
 
@@ -63,35 +63,19 @@ def test_a_row_without_a_question_still_asks_with_its_last_token():
     assert words.decode(made.question_ids) == "four"
 
 
-def test_truncation_takes_the_middle_and_says_how_much():
-    words = Words()
-    whole = rows.encode(words, row())
-    for limit in range(8, len(whole.context_ids) + 2):
-        cut = rows.encode(words, row(), limit)
-        kept = min(limit, len(whole.context_ids))
-        assert len(cut.context_ids) == kept and cut.question_ids == whole.question_ids
-        assert cut.removed == len(whole.context_ids) - kept
-        head = limit // 2 if cut.removed else kept
-        tail = kept - head
-        assert cut.context_ids[:head] == whole.context_ids[:head]
-        assert cut.context_ids[head:] == whole.context_ids[len(whole.context_ids) - tail :]
-
-
 @pytest.mark.parametrize(
-    ("changes", "limit", "message"),
+    ("changes", "message"),
     [
-        ({"context": " \n"}, None, "empty context"),
-        ({"answer": ()}, None, "one or more references"),
-        ({"answer": "Tom"}, None, "one or more references"),
-        ({"answer": (" ",)}, None, "one or more references"),
-        ({}, 4, "cuts the chat's header"),
-        ({"max_new_tokens": 0}, None, "max_new_tokens=0"),
-        ({}, 1, "limit=1"),
+        ({"context": " \n"}, "empty context"),
+        ({"answer": ()}, "one or more references"),
+        ({"answer": "Tom"}, "one or more references"),
+        ({"answer": (" ",)}, "one or more references"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
     ],
 )
-def test_what_makes_no_prompt_is_refused(changes, limit, message):
+def test_what_makes_no_prompt_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        rows.encode(Words(), row(**changes), limit)
+        rows.encode(Words(), row(**changes))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])

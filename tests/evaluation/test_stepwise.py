@@ -59,6 +59,25 @@ def test_answers_are_those_of_the_compiled_loop_while_the_batch_shrinks(loaded, 
         assert answer.kv_bytes > 0
 
 
+def test_bytes_at_a_row_s_end_are_its_own_and_a_block_is_folded_once(loaded, prefill, monkeypatch):
+    label, flushes, flush = "kivi(residual_length=32)", [], decode.flush
+    given = [list(a.tokens) for a in answers(loaded, prefill, label)]
+    stop = next(i for i in range(100) if all(i not in row for row in given))
+    given[3][4:] = [stop]  # 60 tokens and 4 more: it ends just where its block is full
+    monkeypatch.setattr(decode, "flush", lambda caches: flushes.append(1) or flush(caches))
+    together = answers(loaded, prefill, label, forced=given, stop_ids=(stop,), smallest=9)
+    assert together[3].stopped and len(flushes) == 2  # at 64 of this row, at 32 of the third
+    for row, ids in enumerate(given):
+        options = {"rows": np.array([row]), "forced": [ids], "stop_ids": (stop,)}
+        (alone,) = answers(loaded, prefill, label, **options)
+        assert alone.kv_bytes == together[row].kv_bytes
+
+
+def test_caches_without_room_are_refused(loaded, prefill):
+    with pytest.raises(ValueError, match="limit=26 exceeds the room of the cache, 24 tokens"):
+        answers(loaded, prefill, limit=LIMIT + 2)
+
+
 def test_statistics_are_those_of_the_logits(loaded, prefill):
     found = answers(loaded, prefill, stop_ids=(7,), limit=1)
     p = np.asarray(jax.nn.softmax(prefill.logits, -1))

@@ -18,7 +18,8 @@ from experiments import (
     ablation_settings,
     anchorkv_ablation,
 )
-from experiments.ablation_texts import cache_and_view, output_error
+from experiments.ablation_batch import Question, cache_and_view, prepare
+from experiments.ablation_texts import output_error
 from experiments.ablation_verdict import above, below, mean_of, paired, together, within
 from experiments.anchorkv_ablation import Config, settle
 from experiments.record import read_rows
@@ -27,7 +28,7 @@ from kvjax import anchors, registry
 from kvjax.metrics import Interval
 from kvjax.pallas.anchor_decode import xla
 from kvjax.types import PromptShape
-from models import tiny
+from models import hub, tiny
 from tests import prompts
 
 SHAPE = prompts.Shape(dim=32, heads=4, kv_heads=2, lengths=(160, 160))
@@ -40,6 +41,9 @@ def test_verdicts_are_a_rule_on_the_interval():
     assert [within(i, -3, 0) for i in (low, high, both)] == ["confirmed", "refuted", "undecided"]
     one = Interval(5, None, None, 1)
     assert {below(one, 9), above(one, 0), within(one, 0, 9)} == {"undecided"}
+    at = Interval(0, 0, 0, 4)  # on a bound that has to be passed
+    assert below(at, 0) == above(at, 0) == "refuted" and within(at, 0, 1) == "confirmed"
+    assert below(Interval(-1, -2, 0, 4), 0) == above(Interval(1, 0, 2, 4), 0) == "undecided"
     assert together(["confirmed", "undecided"]) == "undecided" == together([])
     assert together(["confirmed", "refuted", "undecided"]) == "refuted"
 
@@ -152,6 +156,16 @@ def test_pooled_layers_need_utilities():
     method = registry.make("anchorkv(layer_budget='pooled', ranking='random')")
     with pytest.raises(ValueError, match="must be 'utility'"):
         method.resolve(PromptShape(512, 3, 64))
+
+
+def test_every_token_of_an_answer_is_scored():
+    loaded = hub.load("tiny")
+    ids = tuple(loaded.tokenizer.encode("one two three four five six seven eight nine ten " * 9))
+    long = Question("long", 0, ids[:40], ids[40:80], 10)  # an answer of 30 tokens
+    batch = prepare(loaded, [long, Question("also", 0, ids[:30], ids[30:65], 25)])
+    assert batch.scored.sum(1).tolist() == [30, 10]
+    with pytest.raises(ValueError, match="an answer has 30 tokens"):
+        prepare(loaded, [long, Question("short", 0, ids[:30], ids[30:40], 2)])
 
 
 def test_all_anchors_spend_the_bytes_and_no_more():

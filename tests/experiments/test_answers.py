@@ -129,6 +129,32 @@ def test_bad_rows_are_refused(questions):
         answers.check_questions([odd], scoring.METRICS)
 
 
+def test_the_gold_answer_goes_on_where_the_prompt_ends(loaded, questions):
+    tokenizer, row = loaded.tokenizer, questions[0].row
+
+    def gold(**changes):
+        question = questions[0]._replace(row=row._replace(**changes))
+        return tokenizer.decode(answers.gold_ids(tokenizer, question))
+
+    limit = {"max_new_tokens": 64}
+    assert gold(**limit) == " Tom" and gold(answer_prefix="It is ", **limit) == "Tom"
+    # without a prefix plain text goes on behind the question, a chat behind its template
+    plain = {"answer_prefix": "", "question": "\nName:"}
+    assert gold(**plain, chat=False, **limit) == " Tom" and gold(**plain, **limit) == "Tom"
+    assert gold(answer_prefix="", question="Next:\n", chat=False, **limit) == "Tom"
+    long = row._replace(max_new_tokens=2, answer=("Tom and Tom and Tom and Tom",))
+    assert len(answers.gold_ids(tokenizer, questions[0]._replace(row=long))) == 2
+
+
+def test_a_negative_set_picks_its_questions_alone(tmp_path, questions):
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"dataset": "pets@300", "id": "2"}\n{"dataset": "birds", "id": "0"}\n')
+    assert [q.row.id for q in answers.only(questions, str(path))] == ["2"]
+    path.write_text('{"dataset": "birds", "id": "0"}\n')
+    with pytest.raises(ValueError, match="names none of the 4 prompts, but such as birds/0"):
+        answers.only(questions, str(path))
+
+
 def test_a_batch_holds_contexts_of_nearly_one_length(loaded, questions):
     long = questions[0]._replace(
         row=questions[0].row._replace(id="9"), context_ids=questions[0].context_ids[:9] * 37

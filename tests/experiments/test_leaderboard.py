@@ -96,6 +96,18 @@ def test_an_arm_never_has_more_bytes_than_its_group():
     assert groups(kivi, rows("snapkv", 2.0, (1, 1)))[("kivi", 3.0)] == 2
 
 
+def test_a_discrete_setting_of_two_runs_is_one_arm():
+    one, two = (
+        source(name, FULL, rows("kivi", target, (50, 100), limit="discrete setting"))
+        for name, target in (("a", 4.196), ("b", 4.197))
+    )
+    (board,) = leaderboard_rows.boards([one, two])
+    cells = leaderboard_rows.cells(board, 0, 0.02)
+    assert [(c["method"], c["target_ratio"], c["n"]) for c in cells] == [
+        ("full", 1.0, 2), ("kivi", 4.2, 2)
+    ]  # fmt: skip
+
+
 def test_full_comes_first_and_the_best_mean_next():
     (board,) = leaderboard_rows.boards(
         [source("a", rows("snapkv", 4.0, (0, 50)), rows("h2o", 4.0, (60, 50)), FULL)]
@@ -146,6 +158,8 @@ def test_rows_of_every_experiment_are_read(tmp_path):
     assert leaderboard_rows.read(tmp_path).model == hub.DEFAULT_NAME
     (tmp_path / "summary.md").write_text("## Llama-3.1-8B, 4,096 tokens, n = 3\n\nSeed 5.\n")
     assert leaderboard_rows.described(tmp_path) == ("Llama-3.1-8B", 5)
+    (tmp_path / "summary.md").write_text("## The full cache: Llama-3.1-8B, 4,096 tokens, n = 3\n")
+    assert leaderboard_rows.described(tmp_path)[0] == "Llama-3.1-8B"
     (tmp_path / "metrics.jsonl").write_text('{"kind": "kernel", "op": "x"}\n')
     with pytest.raises(ValueError, match="no row with method, target_ratio, task, id"):
         scored_rows.read(tmp_path)

@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from experiments import length_dataset, length_report, length_shift
+from experiments import length_dataset, length_report, length_shift, length_timing, plots
 from experiments.length_dataset import Request, choose, in_batches
 from experiments.length_rows import decoder_encoder, forced_row, keys_for, pair_row, pooled
 from experiments.runner import Run
-from kvjax import accounting
+from kvjax import accounting, decode
 from kvjax.evaluation.prompts import Prompt
 from kvjax.evaluation.stepwise import Answer
 from models import hub
@@ -152,6 +152,16 @@ def test_seeds_are_averaged_before_prompts():
     assert mean["dropped"] == pytest.approx(1 / 3) and mean["kept_shift"] == pytest.approx(-0.5)
 
 
+def test_bounds_of_a_share_are_shares_and_those_of_a_mean_are_not():
+    rows = [{"m": "a", "x": x, "y": x} for x in (0.0, 0.5, 1.0, 1.0, None)]
+    (mean,) = plots.group_means(rows, ["m"], ["x", "y"], shares=("x",))
+    assert mean["n"] == 5 and mean["x"] == mean["y"] == 0.625
+    assert mean["x_high"] == 1.0 < mean["y_high"]
+    same = [{"m": "a", "x": 1.0, "y": 1.0}] * 3  # a mean of exactly 1 is not a proportion
+    (mean,) = plots.group_means(same, ["m"], ["x", "y"], shares=("x",))
+    assert mean["x_low"] < 1.0 == mean["y_low"]
+
+
 def test_dataset_flag_writes_the_training_set_of_a_named_file(tmp_path):
     lines = [{"id": f"p{i}", "prompt": "Why? " * (i + 1), "source": "mine"} for i in range(3)]
     file = tmp_path / "prompts.jsonl"
@@ -170,6 +180,16 @@ def test_dataset_flag_writes_the_training_set_of_a_named_file(tmp_path):
     assert all(row["generated_tokens"] <= 6 for row in run.rows)
     kept = {row["method"]: row["ratio"] for row in run.rows if row["prompt"] == "p2"}
     assert kept["full"] == pytest.approx(1, abs=0.02) and kept["h2o(budget=24)"] > 1.3
+
+
+def test_dataset_flag_keeps_its_own_defaults_and_refuses_what_it_has_not():
+    plain, own = length_shift.Config(dataset=True), length_dataset.Config()
+    assert length_shift.dataset_config(plain) == own
+    changed = dataclasses.replace(plain, seed=1, count=700)
+    made = length_shift.dataset_config(changed)
+    assert made == dataclasses.replace(own, seed=1, count=700)
+    with pytest.raises(ValueError, match="ratio, seeds must not be given"):
+        length_shift.dataset_config(dataclasses.replace(plain, ratio=2.0, seeds=(3,)))
 
 
 def test_unknown_methods_and_missing_files_are_refused_before_a_model_is_loaded(tmp_path):
@@ -192,10 +212,50 @@ def test_a_ratio_that_a_method_cannot_reach_is_noted_in_its_row(loaded):
     assert mean["limit"] == arm.limit
 
 
+def test_an_answer_that_is_timed_compiles_nothing(loaded, tmp_path, monkeypatch):
+    label, limit = "kivi(residual_length=32)", 40
+    arms = [length_shift.Arm(name, 1.0, length_shift.registry.make(name), None)
+            for name in ("full", label)]  # fmt: skip
+    methods = {arm.label: arm.method for arm in arms}
+    order, compiled, alone = [], [], length_timing.answer_alone
+
+    def sizes():
+        return [f._cache_size() for f in (decode.decode_step, decode.flush)]
+
+    def watched(loaded, method, request, columns, limit):
+        before = sizes()
+        found = alone(loaded, method, request, columns, limit)
+        order.append((request.prompt.id, type(method).__name__))
+        compiled.append(sizes() != before)
+        return found
+
+    monkeypatch.setattr(length_timing, "answer_alone", watched)
+    endless = dataclasses.replace(loaded, tokenizer=Endless(loaded.tokenizer))
+    with Run.create(length_shift.TINY, tmp_path) as run:
+        requests = [request(0, 50), request(1, 60)]
+        length_timing.time_requests(run, endless, arms, methods, requests, limit)
+    assert not any(compiled)
+    assert [name for _, name in order] == ["Full", "KIVI"] * 2 and order[1][0] == order[0][0]
+    for row in run.rows:
+        assert row["generated_tokens"] == limit and row["truncated"]
+        assert row["e2e_seconds"] == pytest.approx(
+            row["ttft_seconds"] + (limit - 1) * row["tpot_seconds"]
+        )
+
+
+class Endless:
+    """A tokenizer that no answer ends with."""
+
+    stop_ids = frozenset()
+
+    def __init__(self, tokenizer):
+        self.bos_id = tokenizer.bos_id
+
+
 def test_a_no_op_that_differs_stops_the_run(loaded):
     config = dataclasses.replace(length_shift.TINY, count=1, batch=1, limit=4)
     ids = length_dataset.encode(length_dataset.built_in(config, loaded.tokenizer), loaded.tokenizer)
-    batch = length_shift.Batch(config, loaded, ids, 0)
+    batch = length_shift.Batch(config, loaded, ids, 0, False)
     setting = (0.0, 1.0, None)
     full, _ = batch.answers("full", length_shift.registry.make("full"), setting)
     length_shift.check_no_op(batch, full, setting)

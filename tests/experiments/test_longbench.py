@@ -66,12 +66,17 @@ def test_differences_are_paired_with_the_same_sample_of_the_full_cache():
 
 
 def test_the_mean_of_datasets_counts_each_once():
-    every = []
-    for task, scores in (("trec", [0, 0, 0, 0]), ("lcc", [100])):
-        rows = longbench_report.with_differences(rows_of({("full", 1.0): scores}, task))
-        every += [m | {"task": task} for m in longbench_report.means_of(rows)]
-    (overall,) = longbench_report.mean_of_datasets(every)
-    assert overall["score"] == 50 and overall["trec"] == 0 and overall["lcc"] == 100
+    every, rows = [], []
+    for task, scores in (("trec", [0, 0, 0, 40]), ("lcc", [90, 90])):
+        both = {("full", 1.0): scores, ("snapkv", 4.0): [s - 5 for s in scores]}
+        own = longbench_report.with_differences(rows_of(both, task))
+        every += [m | {"task": task} for m in longbench_report.means_of(own)]
+        rows += own
+    full, snapkv = longbench_report.mean_of_datasets(every, rows)
+    assert full["score"] == 50 and full["trec"] == 10 and full["lcc"] == 90
+    assert full["score_low"] < 50 < full["score_high"] < 66  # samples within a dataset vary
+    assert "difference" not in full
+    assert snapkv["difference"] == snapkv["difference_low"] == snapkv["difference_high"] == -5
 
 
 def test_longbench_e_is_reported_by_length():

@@ -82,6 +82,15 @@ def test_digits_in_place(prediction, expected):
     assert digits_in_place(prediction, row("1234567")) == pytest.approx(expected)
 
 
+def test_a_negative_set_picks_its_prompts_in_all_their_forms(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"dataset": "after_turn_1_of_2@1500", "id": "depth 0.750 prompt 1"}\n')
+    config = config_of(depths=2, prompts=2, turns=2, only=str(path))
+    found = needle_grid.prompts(config, Bytes(), 1500)
+    assert [q.row.task for q in found] == [ASKED, "after_turn_1_of_2"]
+    assert {q.row.id for q in found} == {"depth 0.750 prompt 1"}
+
+
 def test_a_key_of_64_digits_is_whole_in_its_prompt():
     built = needle.build(Bytes(), num_tokens=1200, depth=0.5, haystack="noise", digits=64)
     assert len(built.answer) == 64 and Bytes().decode(built.context_ids).count(built.answer) == 1

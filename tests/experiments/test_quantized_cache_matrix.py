@@ -13,6 +13,7 @@ from experiments import quantized_cache_matrix as matrix
 from experiments import quantized_cache_measure as measure
 from experiments import quantized_cache_memory as memory
 from experiments import quantized_cache_plots as plots
+from experiments import quantized_cache_report as report
 from experiments import quantized_cache_study as study
 from experiments.quantized_cache_decode import (
     Cell,
@@ -143,7 +144,7 @@ def test_quality_by_hand():
     assert found["top5_overlap"] == pytest.approx(0.8)
     same = compared(full, full)
     assert (same["nll_difference"], same["top5_overlap"], same["nll_ratio"]) == (0, 1, 1)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(FloatingPointError, match="not finite"):
         compared(full, Forced(own.logits * jnp.nan, targets))
 
 
@@ -191,7 +192,7 @@ def test_a_second_process_that_is_refused_fails_an_arm_only_where_it_was_asked_f
     required, monkeypatch
 ):
     def refuse(spec):
-        raise RuntimeError("the device is in use")
+        raise jax.errors.JaxRuntimeError("the device is in use")
 
     monkeypatch.setattr(memory, "isolated", refuse)
     cell = matrix.plan(ODD)[0][0]
@@ -228,7 +229,7 @@ def test_a_process_that_dies_says_why(tmp_path, monkeypatch):
     script.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no memory left')\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    with pytest.raises(RuntimeError, match="no memory left"):
+    with pytest.raises(ChildProcessError, match="no memory left"):
         memory.isolated(memory.Spec("tiny", "full", 8, 2, "bfloat16", None, 0))
 
 
@@ -265,6 +266,17 @@ def test_the_full_cache_is_its_own_reference_and_savings_are_differences_of_peak
         assert row["process_peak_rss_bytes"] > row["incremental_peak_bytes"]
 
 
+def test_scratch_of_the_step_counts_against_what_is_saved(odd):
+    full, kivi, _ = report.with_scratch(odd.rows)
+    assert full["saved_with_scratch_percent"] == 0
+    peaks = [r["incremental_live_peak_bytes"] + r["step_scratch_bytes"] for r in (full, kivi)]
+    assert kivi["step_scratch_bytes"] > full["step_scratch_bytes"]
+    assert kivi["saved_with_scratch_percent"] == pytest.approx(100 * (1 - peaks[1] / peaks[0]))
+    assert kivi["saved_with_scratch_percent"] < kivi["saved_percent"]
+    on_device = {"incremental_peak_source": "allocated peak of the device"}
+    assert report.with_scratch([full, kivi | on_device])[1]["saved_with_scratch_percent"] is None
+
+
 def test_the_study_is_one_json_with_everything_that_identifies_it(odd):
     made = study_of(odd)
     assert made["workload"]["id"] and made["workload"]["version"] == 1
@@ -292,7 +304,7 @@ def test_a_failed_arm_leaves_its_stage_and_the_others_go_on(broken):
 
 def test_without_its_reference_every_arm_fails(monkeypatch):
     def refuse(*args, **kwargs):
-        raise RuntimeError("out of memory")
+        raise jax.errors.JaxRuntimeError("out of memory")
 
     monkeypatch.setattr(decode, "compress", refuse)
     cells, loaded = matrix.plan(ODD)[0], hub.load("tiny")
@@ -302,6 +314,24 @@ def test_without_its_reference_every_arm_fails(monkeypatch):
     assert [rows[cell]["failure_stage"] for cell in cells] == ["compress", *["reference"] * 2]
     assert all("out of memory" in rows[cell]["error"] for cell in cells)
     assert len(seen) == len(cells) * (1 + ODD.repeats)
+
+
+@pytest.mark.parametrize("defect", [ValueError, RuntimeError, TypeError])
+def test_a_defect_of_our_own_is_no_failed_arm(defect, monkeypatch):
+    def wrong(*args, **kwargs):
+        raise defect("wrong")
+
+    monkeypatch.setattr(decode, "compress", wrong)
+    group = measure.Group(hub.load("tiny"), matrix.settings_of(ODD), matrix.plan(ODD)[0])
+    with pytest.raises(defect, match="wrong"):
+        group.measure(lambda cell, stage: None)
+
+
+def test_blocks_that_were_not_coded_when_due_stop_the_run(monkeypatch):
+    monkeypatch.setattr(measure, "expected_flushes", lambda *args: 7)
+    group = measure.Group(hub.load("tiny"), matrix.settings_of(ODD), matrix.plan(ODD)[0])
+    with pytest.raises(ValueError, match="1 blocks were coded while decoding, not 7"):
+        group.measure(lambda cell, stage: None)
 
 
 def test_a_lost_row_is_measured_again_beside_the_full_cache(odd, tmp_path):

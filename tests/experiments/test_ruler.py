@@ -1,5 +1,6 @@
 """What the RULER experiment makes of its command line and of its rows."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -46,6 +47,8 @@ def test_presets_fill_what_no_flag_sets():
     assert {"llama-3.1-70b", "mistral-small-3.1-24b"} < set(PRESETS)
     quick = settle(Config(quick=True))
     assert quick.ratios == (4.0,) and quick.methods == ("anchorkv", "snapkv")
+    assert settle(Config(quick=True, methods=("kivi", "random"))).methods == ("kivi",)
+    assert settle(Config(quick=True, methods=("random",))).methods == ("random",)
 
 
 def test_wrong_settings_are_errors():
@@ -97,6 +100,16 @@ def test_intervals_of_several_tasks_resample_prompts_within_tasks():
     assert ruler_report.balanced(one, "score", ["vt"], ("poor", 4.0))["score_low"] is None
 
 
+def test_a_negative_set_is_a_task(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"dataset": "vt@700", "id": "42-1"}\n')
+    config = dataclasses.replace(ruler.TINY, only=str(path))
+    with Run.create(config, tmp_path, "ruler") as run:
+        ruler.run(config, run)
+        found = [(r["task"], r["id"], r["method"]) for r in run.rows]
+    assert found == [("vt", "42-1", "full"), ("vt", "42-1", "snapkv")]
+
+
 def test_report_is_made_of_rows_alone(tmp_path):
     config = settle(Config())
     with Run.create(config, tmp_path, "ruler") as run:
@@ -129,6 +142,21 @@ def test_heat_map_has_a_cell_for_every_task_and_arm():
 def test_every_task_belongs_to_one_family():
     named = [task for family in ruler_report.FAMILIES.values() for task in family]
     assert len(named) == len(set(named)) and set(tasks.TASKS) < set(named)
+
+
+def test_official_files_run_whole_unless_a_flag_says_how_many(tmp_path):
+    for task in ("vt", "cwe"):
+        lines = [
+            {"index": i, "input": f"Text {i}.\nQuestion: which?", "outputs": ["a"]}
+            for i in range(5)
+        ]
+        (tmp_path / f"{task}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    config = Config(official=str(tmp_path), tasks=("vt", "fwe"))
+    assert [row.id for row in ruler.official(config)] == list("01234")
+    two = dataclasses.replace(config, tasks=("cwe", "vt"), prompts=2)
+    assert [(r.task, r.id) for r in ruler.official(two)] == [
+        ("cwe", "0"), ("cwe", "1"), ("vt", "0"), ("vt", "1"),
+    ]  # fmt: skip
 
 
 def test_questions_and_answers_of_like_lengths_go_together():
