@@ -5,7 +5,8 @@
     python -m experiments.length_dataset --resume runs/length_dataset/...
 
 Prompts of about one length are prefilled together; every method compresses that same prefill and
-generates greedily to the real end of sequence or to the limit. A row holds lengths and no text. An
+generates greedily to the real end of sequence or to the limit; a prompt that has its answer gives
+its place in the batch to the next. A row holds lengths and no text. An
 answer that the limit cut off is marked `truncated`: its length is the limit, not a length. The
 methods have fixed settings and are not at equal bytes: a row says what each holds at its end.
 """
@@ -14,10 +15,12 @@ import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from experiments import plots
 from experiments.report import Column, interval, markdown, print_line, table
@@ -29,7 +32,7 @@ from kvjax.types import PromptShape
 from models import hub
 
 COLUMNS = 128  # prompts are padded to a multiple of it
-HORIZON = 8  # batches of which the prompts are sorted by length
+HORIZON = 8  # batches of prompts, sorted by length, that all methods answer before the next
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,8 @@ def run(config: Config, run: Run) -> None:
     requests, left_out = choose(config, encode(found, loaded.tokenizer))
     if left_out:
         print_line(f"{left_out} prompts are longer than {config.max_prompt} tokens and left out")
-    batches = in_batches(requests, config.batch)
     run.watch(scalars)
-    print_line(
-        f"{len(requests)} prompts x {len(arms)} methods x at most {config.limit} tokens"
-        f" = at most {len(requests) * len(arms) * config.limit:,} tokens"
-    )
-    generate(run, config, loaded, arms, batches)
+    generate(run, config, loaded, arms, requests)
     report(run, config, loaded.name, left_out)
 
 
@@ -148,14 +146,13 @@ def choose(config: Config, requests: Sequence[Request]) -> tuple[list[Request], 
     return chosen, len(requests) - len(fitting)
 
 
-def in_batches(requests: Sequence[Request], size: int) -> list[list[Request]]:
-    """Batches of about one length in a mixed order: a stopped run holds prompts of all lengths."""
-    batches = []
-    for at in range(0, len(requests), size * HORIZON):
-        near = sorted(requests[at : at + size * HORIZON], key=lambda request: len(request.ids))
-        batches += [near[i : i + size] for i in range(0, len(near), size)]
-    random.Random("order of batches").shuffle(batches)
-    return batches
+def in_chunks(requests: Sequence[Request], size: int) -> list[list[Request]]:
+    """Chunks of batches, by length within a chunk: a stopped run holds prompts of all lengths."""
+    step = size * HORIZON
+    return [
+        sorted(requests[at : at + step], key=lambda request: len(request.ids))
+        for at in range(0, len(requests), step)
+    ]
 
 
 def generate(
@@ -163,35 +160,55 @@ def generate(
     config: Config,
     loaded: hub.Loaded,
     arms: dict[str, Any],
-    batches: Sequence[Sequence[Request]],
+    requests: Sequence[Request],
 ) -> None:
-    """All batches under all arms; a finished arm of a batch is not run again."""
-    estimated = False
-    with run.progress(len(arms) * len(batches), "lengths") as progress:
-        for number, batch in enumerate(batches):
-            todo = [a for a in arms if not all(run.finished(key(a, r)) is not None for r in batch)]
-            for _ in range(len(arms) - len(todo)):
+    """All prompts under all arms; a finished one is not answered again."""
+    print_line(most_time(config, loaded, arms, requests))
+    sums = any(getattr(method, "column_sums", False) for method in arms.values())
+    with run.progress(len(arms) * len(requests), "lengths") as progress:
+        for chunk in in_chunks(requests, config.batch):
+            todo = {a: [r for r in chunk if run.finished(key(a, r)) is None] for a in arms}
+            for _ in range(sum(len(chunk) - len(rows) for rows in todo.values())):
                 progress.advance(skipped=True)
-            if not todo:
-                continue
-            begin = time.monotonic()
-            prefill = prefilled(loaded, batch, config.batch, [arms[label] for label in todo])
-            for label in todo:
-                answers = answered(loaded, config, arms[label], prefill, len(batch))
-                for request, answer in zip(batch, answers, strict=True):
-                    if run.finished(key(label, request)) is None:
-                        run.append(row(label, arms[label], request, answer, loaded))
-                progress.advance(label)
+            prefills: dict[tuple, decode.Prefill] = {}
+
+            def prefill(batch: Sequence[Request], prefills: dict = prefills) -> decode.Prefill:
+                name = tuple(request.prompt.id for request in batch)
+                if name not in prefills:
+                    prefills[name] = prefilled(loaded, batch, config.batch, sums)
+                return prefills[name]
+
+            for label, rows in todo.items():
+                for request, answer in answered(config, loaded, arms[label], rows, prefill):
+                    run.append(row(label, arms[label], request, answer, loaded))
+                    progress.advance(label)
                 bound_programs()
             prompts.write_csv(run.path / "lengths.csv.gz", run.rows, FIELDS)  # so far
-            if not estimated:
-                estimated, spent = True, time.monotonic() - begin
-                others = len(batches) - number - 1
-                left = spent / len(todo) * len(arms) * others
-                print_line(
-                    f"the first batch took {spent:.0f} s, compilation included: the"
-                    f" {others} others will take about {left / 60:.0f} minutes at that pace"
-                )
+
+
+def most_time(
+    config: Config, loaded: hub.Loaded, arms: dict[str, Any], requests: Sequence[Request]
+) -> str:
+    """What it takes at most, from a few timed steps of the longest prompts under each arm."""
+    batch = sorted(requests, key=lambda request: len(request.ids))[-config.batch :]
+    made = prefilled(loaded, batch, config.batch, sums=False)
+    token = made.logits.argmax(-1).astype(np.int32)
+    seconds = []
+    for method in arms.values():
+        caches = decode.compress(method, made.prompts, loaded.model, reserve=config.limit)
+        spent = []
+        for step in range(min(4, config.limit)):  # the first compiles
+            begin = time.monotonic()
+            at = (made.lengths + step).astype(np.int32)
+            logits, caches = decode.decode_step(loaded.model, loaded.params, caches, token, at)
+            logits.block_until_ready()
+            spent.append(time.monotonic() - begin)
+        seconds.append(min(spent))
+    steps = -(-len(requests) // config.batch) * config.limit
+    return (
+        f"{len(requests)} prompts x {len(arms)} methods x at most {config.limit} tokens: at most"
+        f" {sum(seconds) * steps / 60:.0f} minutes if no answer ended before"
+    )
 
 
 def key(label: str, request: Request) -> dict[str, Any]:
@@ -200,25 +217,35 @@ def key(label: str, request: Request) -> dict[str, Any]:
 
 
 def prefilled(
-    loaded: hub.Loaded, batch: Sequence[Request], size: int, methods: Sequence[Any]
+    loaded: hub.Loaded, batch: Sequence[Request], size: int, sums: bool
 ) -> decode.Prefill:
     """One prefill for all methods; a short last batch repeats its last prompt."""
     ids = [request.ids for request in batch]
     tokens, starts = decode.left_pad(ids + [ids[-1]] * (size - len(ids)), COLUMNS)
-    sums = any(getattr(method, "column_sums", False) for method in methods)
     return decode.prefill(loaded.model, loaded.params, tokens, starts, column_sums=sums)
 
 
 def answered(
-    loaded: hub.Loaded, config: Config, method: Any, prefill: decode.Prefill, real: int
-) -> list[stepwise.Answer]:
-    """Greedy answers of one batch under one method."""
-    caches = decode.compress(method, prefill.prompts, loaded.model, reserve=config.limit)
-    return stepwise.answer(
-        loaded.model, loaded.params, caches, prefill.logits, prefill.lengths,
-        limit=config.limit, stop_ids=sorted(loaded.tokenizer.stop_ids), real=real,
-        smallest=max(config.batch // 4, 1),
-    )  # fmt: skip
+    config: Config,
+    loaded: hub.Loaded,
+    method: Any,
+    requests: Sequence[Request],
+    prefill: Callable[[Sequence[Request]], decode.Prefill],
+) -> Iterator[tuple[Request, stepwise.Answer]]:
+    """Greedy answers of some prompts under one method, as they end."""
+
+    def waves() -> Iterator[stepwise.Wave]:
+        for at in range(0, len(requests), config.batch):
+            batch = requests[at : at + config.batch]
+            made = prefill(batch)
+            caches = decode.compress(method, made.prompts, loaded.model, reserve=config.limit)
+            yield stepwise.Wave(caches, made.logits, made.lengths, len(batch))
+
+    for number, answer in stepwise.answers(
+        loaded.model, loaded.params, waves(), limit=config.limit,
+        stop_ids=sorted(loaded.tokenizer.stop_ids), smallest=max(config.batch // 4, 1),
+    ):  # fmt: skip
+        yield requests[number], answer
 
 
 def row(

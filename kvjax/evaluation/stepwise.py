@@ -1,11 +1,12 @@
 """Answers to their real end, a step at a time, and what each step chose between.
 
-A Python loop over `decode.decode_step`: rows that have ended are frozen, and once half of a batch
-has ended the other half goes on alone, so that one long answer does not keep the others' places.
+A Python loop over `decode.decode_step`. A row that has ended gives its place to a waiting prompt;
+where none waits it is frozen, and once half of a batch has ended the other half goes on alone: one
+long answer does not keep the others' places.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,15 @@ class Sampling(NamedTuple):
     keys: Array | None = None  # a key a row; needed where temperature > 0
 
 
+class Wave(NamedTuple):
+    """Compressed prompts that are answered together, or in the places of others."""
+
+    caches: Any  # a cache a layer, right after the prompt; donated
+    logits: Array  # f32[B, V], of the prompt's last token
+    positions: np.ndarray  # int[B], the next position of each row
+    real: int | None = None  # the first `real` rows are wanted, the others fill up; None: all
+
+
 class Answer(NamedTuple):
     """One row's answer; arrays have an entry a token and are of the model's own distribution."""
 
@@ -37,7 +47,7 @@ class Answer(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("greedy", "nucleus"))
-def _choose(logits, stop, keys, step, temperature, top_p, given, *, greedy, nucleus):
+def _choose(logits, stop, keys, steps, temperature, top_p, given, *, greedy, nucleus):
     total = jax.nn.logsumexp(logits, -1)
     likeliest = logits.argmax(-1).astype(jnp.int32)
     first = logits.max(-1)
@@ -48,7 +58,7 @@ def _choose(logits, stop, keys, step, temperature, top_p, given, *, greedy, nucl
     elif greedy:
         token = likeliest
     else:
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+        keys = jax.vmap(jax.random.fold_in)(keys, steps)
         if nucleus:
             token = decode.sample(logits, keys, temperature, top_p)
         else:
@@ -61,6 +71,75 @@ def _choose(logits, stop, keys, step, temperature, top_p, given, *, greedy, nucl
 _select = jax.jit(decode.select_rows)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _place(arrays, others, here, rows):
+    """Put row `rows[i]` of the others in place i, where `here`."""
+
+    def place(a, b):
+        return jnp.where(here.reshape(-1, *(1,) * (a.ndim - 1)), b[rows], a)
+
+    return jax.tree.map(place, arrays, others)
+
+
+class _Batch:
+    """Rows that are being answered; row i has the number rows[i], -1 where it only fills up."""
+
+    def __init__(self, wave: Wave, rows: np.ndarray):
+        self.caches, self.logits = wave.caches, wave.logits
+        self.positions, self.rows = np.array(wave.positions), rows
+        self.steps, self.alive = np.zeros_like(rows), rows >= 0
+
+    def takes(self, other: "_Batch") -> bool:
+        """Whether rows of the other can take places here: the same static sizes."""
+        a, b = (x.caches for x in (self, other))
+        own = any(hasattr(cache, "select_rows") for cache in a)  # rows are no leading axis
+        return not own and jax.tree.map(jnp.shape, a) == jax.tree.map(jnp.shape, b)
+
+    def refill(self, other: "_Batch") -> None:
+        """Move rows of the other to the places of rows that have ended."""
+        free, moved = np.flatnonzero(~self.alive), np.flatnonzero(other.alive)
+        count = min(len(free), len(moved))
+        free, moved = free[:count], moved[:count]
+        rows = np.zeros_like(self.rows)
+        rows[free] = moved
+        here = np.isin(np.arange(len(rows)), free)
+        self.caches, self.logits = _place(
+            (self.caches, self.logits), (other.caches, other.logits), here, rows
+        )
+        for name in ("positions", "rows", "steps", "alive"):
+            getattr(self, name)[free] = getattr(other, name)[moved]
+        other.alive[moved] = False
+
+    def halve(self, smallest: int) -> None:
+        """Drop rows that have ended while no more than half of a batch goes on."""
+        size = len(self.rows)
+        while self.alive.sum() <= size // 2 and size // 2 >= smallest:
+            size //= 2
+        if size < len(self.rows):
+            kept = np.argsort(~self.alive, kind="stable")[:size]
+            self.caches, self.logits = _select(self.caches, kept), self.logits[kept]
+            for name in ("positions", "rows", "steps", "alive"):
+                setattr(self, name, getattr(self, name)[kept])
+
+
+def _numbered(waves: Iterable[Wave], limit: int) -> Iterator[_Batch]:
+    """Batches of numbered rows that have room for the answers."""
+    first = 0
+    for wave in waves:
+        room = min(int(np.asarray(cache.room()).min()) for cache in wave.caches)
+        if room < limit - 1:  # the last token is not stored
+            raise ValueError(
+                f"limit={limit} exceeds the room of the cache, {room} tokens: compress with a"
+                " larger reserve."
+            )
+        size = wave.logits.shape[0]
+        at = np.arange(size)
+        yield _Batch(
+            wave, np.where(at < (size if wave.real is None else wave.real), first + at, -1)
+        )
+        first += size
+
+
 def answer(
     model: Model,
     params: Any,
@@ -68,101 +147,109 @@ def answer(
     logits: Array,
     positions: np.ndarray,
     *,
+    real: int | None = None,
+    **options: Any,
+) -> list[Answer]:
+    """The answers of one batch, in order; arguments and errors as in `Wave` and `answers`."""
+    wave = Wave(caches, logits, positions, real)
+    found = dict(answers(model, params, [wave], **options))
+    return [found[row] for row in sorted(found)]
+
+
+def answers(
+    model: Model,
+    params: Any,
+    waves: Iterable[Wave],
+    *,
     limit: int,
     stop_ids: Sequence[int],
-    real: int | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  (immutable)
     forced: Sequence[Sequence[int]] | None = None,
     smallest: int = 4,
-) -> list[Answer]:
+) -> Iterator[tuple[int, Answer]]:
     """Generate each row's answer, or run given answers through the caches.
+
+    A wave is asked for once an eighth of the batch has ended. Its rows take the places of those, if
+    its caches have the same sizes; else it waits until all have ended.
 
     Args:
         model: the decoder.
         params: its weights.
-        caches: a cache a layer, right after the prompt; donated.
-        logits: f32[B, V], of the prompt's last token.
-        positions: int[B], the next position of each row.
+        waves: compressed prompts, made when they are asked for; their rows are numbered in turn.
         limit: most tokens of an answer.
         stop_ids: a row ends with any of these.
-        real: the first `real` rows are wanted, the others only fill the batch; None: all are.
         sampling: temperature, top-p and keys.
         forced: token ids of each row's answer: they are taken instead of the model's choice.
         smallest: rows below which a batch is not halved again.
 
-    Returns:
-        An answer for each of the `real` rows.
+    Yields:
+        Number and answer of each row that is wanted, as soon as it ends.
 
     Raises:
         ValueError: for a limit below 1, sampling without keys, an empty forced answer, or caches
             without room for the answers.
     """
-    batch = logits.shape[0]
-    real = batch if real is None else real
     check(limit, sampling, forced)
     if forced is not None:
-        limit = min(limit, max(len(ids) for ids in forced[:real]))
-    room = min(int(np.asarray(cache.room()).min()) for cache in caches)
-    if room < limit - 1:  # the last token is not stored
-        raise ValueError(
-            f"limit={limit} exceeds the room of the cache, {room} tokens: compress with a larger"
-            " reserve."
-        )
-    stop, interval = np.array(sorted(stop_ids), np.int32), decode.flush_interval(caches)
-    rows, alive = np.arange(batch), np.arange(batch) < real
-    positions, keys = np.array(positions), sampling.keys
+        limit = min(limit, max(len(ids) for ids in forced))
+    stop, chosen = np.array(sorted(stop_ids), np.int32), {}
     greedy = sampling.temperature == 0 or forced is not None
-    tokens = np.full((batch, limit), -1, np.int64)
-    seen = np.zeros((batch, limit, 3), np.float32)
-    stored, stopped = np.zeros(batch, np.int64), np.zeros(batch, bool)
-
-    for step in range(limit):
+    waves, batch, waiting = _numbered(waves, limit), None, None
+    while True:
+        if batch is None or 8 * (~batch.alive).sum() >= len(batch.rows):
+            if waiting is None or not waiting.alive.any():
+                waiting = next(waves, None)
+            if batch is None or not batch.alive.any():
+                batch, waiting = waiting, None
+                if batch is None:
+                    return
+                interval = decode.flush_interval(batch.caches)
+            elif waiting is None:
+                batch.halve(smallest)
+            elif batch.takes(waiting):
+                batch.refill(waiting)
         # asked for the rows that go on: one that ended with a full block would ask at every step
-        if decode.needs_flush(interval, positions[alive]):
-            caches = decode.flush(caches)
-        given, going = None, alive.copy()
+        if decode.needs_flush(interval, batch.positions[batch.alive]):
+            batch.caches = decode.flush(batch.caches)
+        keys = given = None
+        if sampling.keys is not None:
+            keys = sampling.keys[np.maximum(batch.rows, 0)]
         if forced is not None:
             given = np.array(
-                [forced[r][step] if step < len(forced[r]) else -1 for r in rows], np.int32
+                [
+                    forced[row][step] if row >= 0 and step < len(forced[row]) else -1
+                    for row, step in zip(batch.rows, batch.steps, strict=True)
+                ],
+                np.int32,
             )
         token, statistics = _choose(
-            logits, stop, keys, step, sampling.temperature, sampling.top_p, given, greedy=greedy,
-            nucleus=sampling.top_p < 1,
+            batch.logits, stop, keys, batch.steps.astype(np.int32), sampling.temperature,
+            sampling.top_p, given, greedy=greedy, nucleus=sampling.top_p < 1,
         )  # fmt: skip
         host, statistics = np.asarray(token), np.asarray(statistics)
+        going = batch.alive.copy()
         if given is not None:
-            alive &= host >= 0
-        tokens[rows[alive], step] = host[alive]
-        seen[rows[alive], step] = statistics[alive]
-        ended = alive & np.isin(host, stop)
-        stopped[rows[ended]] = True
-        alive &= ~ended & (step + 1 < limit)
-        if (over := going & ~alive).any():  # now: what the others go on to do is not theirs
-            live = accounting.live_bytes(caches)
-            stored[rows[over]] = (live.stored + live.tail)[over]
-        if not alive.any():
-            break
-        half = len(rows) // 2
-        if alive.sum() <= half and half >= smallest:
-            while alive.sum() <= half // 2 and half // 2 >= smallest:
-                half //= 2
-            order = np.argsort(~alive, kind="stable")
-            kept = order[:half]
-            caches, token = _select(caches, jnp.asarray(kept)), token[kept]
-            rows, alive, positions = rows[kept], alive[kept], positions[kept]
-            keys = None if keys is None else keys[kept]
-        at = jnp.asarray(np.where(alive, positions, -1), jnp.int32)
-        logits, caches = decode.decode_step(model, params, caches, jnp.maximum(token, 0), at)
-        positions = positions + alive
-
-    counts = (tokens >= 0).sum(1)
-    return [
-        Answer(
-            tokens[row, :n], bool(stopped[row]), *(seen[row, :n, i] for i in range(3)),
-            int(stored[row]),
-        )
-        for row, n in enumerate(counts[:real])
-    ]  # fmt: skip
+            batch.alive &= host >= 0
+        for i in np.flatnonzero(batch.alive):
+            chosen.setdefault(batch.rows[i], []).append((host[i], statistics[i]))
+        stopped = batch.alive & np.isin(host, stop)
+        batch.steps += batch.alive
+        batch.alive &= ~stopped & (batch.steps < limit)
+        if (over := going & ~batch.alive).any():  # now: what the others go on to do is not theirs
+            live = accounting.live_bytes(batch.caches)
+            stored = live.stored + live.tail
+            for i in np.flatnonzero(over):
+                tokens, seen = zip(*chosen.pop(batch.rows[i]), strict=True)
+                yield (
+                    int(batch.rows[i]),
+                    Answer(np.array(tokens), bool(stopped[i]), *np.stack(seen, 1), int(stored[i])),
+                )
+        if batch.alive.any():
+            at = np.where(batch.alive, batch.positions, -1).astype(np.int32)
+            batch.logits, batch.caches = decode.decode_step(
+                model, params, batch.caches, jnp.maximum(token, 0), at
+            )
+            batch.positions = batch.positions + batch.alive
 
 
 def check(limit: int, sampling: Sampling, forced: Sequence[Sequence[int]] | None) -> None:

@@ -59,6 +59,45 @@ def test_answers_are_those_of_the_compiled_loop_while_the_batch_shrinks(loaded, 
         assert answer.kv_bytes > 0
 
 
+@pytest.mark.parametrize("label", ["full", "h2o(budget=16)", "kivi(residual_length=32)", "paged"])
+def test_a_row_that_ends_gives_its_place_to_a_waiting_one(loaded, prefill, monkeypatch, label):
+    free = [list(a.tokens) for a in answers(loaded, prefill, label)]
+    stops = (free[0][1], free[2][5])
+    alone = answers(loaded, prefill, label, stop_ids=stops)
+    steps, step = [], decode.decode_step
+    monkeypatch.setattr(decode, "decode_step", lambda *a: steps.append(1) or step(*a))
+
+    def wave(order, real=None):
+        order = np.array(order)
+        caches = decode.compress(registry.make(label), prefill.prompts, loaded.model, reserve=LIMIT)
+        caches = decode.select_rows(caches, jnp.asarray(order))
+        rows = prefill.logits[jnp.asarray(order)], prefill.lengths[order]
+        return stepwise.Wave(caches, *rows, real)
+
+    orders = ([0, 1, 2, 3], [3, 0, 1, 0], [2, 2, 0, 0])
+    found = dict(
+        stepwise.answers(
+            loaded.model, loaded.params,
+            (wave(order, 3 if i == 1 else None) for i, order in enumerate(orders)),
+            limit=LIMIT, stop_ids=stops, smallest=1,
+        )
+    )  # fmt: skip
+    expected = {4 * i + j: row for i, order in enumerate(orders) for j, row in enumerate(order)}
+    del expected[7]  # it only filled up
+    assert sorted(found) == sorted(expected)
+    for number, row in expected.items():
+        assert list(found[number].tokens) == list(alone[row].tokens)
+        assert found[number].stopped == alone[row].stopped
+        np.testing.assert_allclose(found[number].gap, alone[row].gap, atol=1e-5)
+        if label != "paged":  # rows of one pool share its free list
+            assert found[number].kv_bytes == alone[row].kv_bytes
+    one_by_one = sum(max(len(alone[row].tokens) for row in order) - 1 for order in orders)
+    if label == "paged":  # its rows cannot be moved: a wave after the other
+        assert len(steps) == one_by_one
+    else:
+        assert len(steps) < one_by_one
+
+
 def test_bytes_at_a_row_s_end_are_its_own_and_a_block_is_folded_once(loaded, prefill, monkeypatch):
     label, flushes, flush = "kivi(residual_length=32)", [], decode.flush
     given = [list(a.tokens) for a in answers(loaded, prefill, label)]

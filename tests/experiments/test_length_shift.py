@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import length_dataset, length_report, length_shift, length_timing, plots
-from experiments.length_dataset import Request, choose, in_batches
+from experiments.length_dataset import Request, choose, in_chunks
 from experiments.length_rows import decoder_encoder, forced_row, keys_for, pair_row, pooled
 from experiments.runner import Run
 from kvjax import accounting, decode
@@ -50,14 +50,13 @@ def test_every_source_gives_the_same_number_while_it_has_some():
         choose(dataclasses.replace(config, count=13), requests)
 
 
-def test_batches_are_of_one_length_and_in_a_mixed_order():
+def test_a_chunk_holds_all_lengths_in_order():
     requests = [request(i, 1 + (7 * i) % 50) for i in range(48)]
-    batches = in_batches(requests, 4)
-    assert sorted(r.prompt.id for b in batches for r in b) == sorted(r.prompt.id for r in requests)
-    assert {len(batch) for batch in batches} == {4}
-    lengths = [[len(r.ids) for r in batch] for batch in batches]
-    assert max(max(batch) - min(batch) for batch in lengths) < 20  # of 50
-    assert lengths != sorted(lengths) and batches == in_batches(requests, 4)
+    chunks = in_chunks(requests, 2)
+    assert sorted(r.prompt.id for c in chunks for r in c) == sorted(r.prompt.id for r in requests)
+    assert [len(chunk) for chunk in chunks] == [16, 16, 16]
+    for lengths in ([len(r.ids) for r in chunk] for chunk in chunks):
+        assert lengths == sorted(lengths) and lengths[-1] - lengths[0] > 30  # of 50
 
 
 def test_grid_has_greedy_once_and_every_sample():
