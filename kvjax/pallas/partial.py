@@ -79,6 +79,16 @@ def dense(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, Array, Arra
     return by_head(weigh(p, v), m, l, steps)
 
 
+def products(q: Array, k: Array) -> Array:
+    """q f32[P, R, ...] . k f32[P, S, ...] over all their other axes, as f32[P, R, S].
+
+    With the queries first, XLA's CPU backend transposes float32 keys before it multiplies; the
+    barrier keeps it from turning the product round again.
+    """
+    q, k = (x.reshape(*x.shape[:2], -1) for x in (q, k))
+    return lax.optimization_barrier(jnp.einsum("bsh,brh->bsr", k, q)).swapaxes(1, 2)
+
+
 def combine(
     parts: tuple[Array, ...],
     m: Array,

@@ -39,7 +39,7 @@ def codebook_decode(
     scores, at = 0.0, 0
     for x, order, scale in zip(k, _orders(keys), scales, strict=True):
         own = queries[..., at + order].reshape(lead, rows, *x.shape[2:])
-        scores += jnp.einsum("bsxy,brxy->brs", x, own) * scale[:, None]
+        scores += partial.products(own, x) * scale[:, None]
         at += len(order)
 
     scores = scores.reshape(batch, kv_heads, rows, slots)

@@ -50,7 +50,7 @@ def gear_decode(
         return rebuilt
 
     queries, dense_k, dense_v = partial.decoded(decode, lengths, q, (keys, values))
-    scores = jnp.einsum("bsxy,brxy->brs", dense_k, queries)
+    scores = partial.products(queries, dense_k)
     plain = flat(q.reshape(batch, kv_heads, rows, dim)) * dim**-0.5
     if keys.left is not None:
         left = flat(keys.left).reshape(lead, chunks, chunk, -1)

@@ -43,7 +43,7 @@ def quant_decode(
         return queries, keys, flat(partial.fields(v_codes, v_bits, dim))[:, :slots]
 
     queries, keys, codes = partial.decoded(decode, lengths, q, (k_codes, k_scale, k_zero, v_codes))
-    scores = jnp.einsum("bsxy,brxy->brs", keys, queries).reshape(batch, kv_heads, rows, slots)
+    scores = partial.products(queries, keys).reshape(batch, kv_heads, rows, slots)
     valid = jnp.arange(slots)[None, None, None] < lengths[:, None, None, None]
     p, m, l = partial.soften(scores, jnp.broadcast_to(valid, (batch, 1, rows, slots)))  # noqa: E741
 
