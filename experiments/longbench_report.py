@@ -53,9 +53,13 @@ def report(
         drawn, title = overall, f"LongBench, mean of {len(left_out)} datasets, {name}, {how}"
     else:
         drawn, title = every, f"LongBench {every[0]['task']}, {name}, {how}, n = {every[0]['n']}"
-    run.save_figure(
-        "score", plots.against_bytes(drawn, "score", title=title, y_label="score, %")
-    )  # fmt: skip
+    compressed = [mean for mean in drawn if mean["method"] != "full"]
+    if len(ratios := {mean["target_ratio"] for mean in compressed}) == 1:
+        title, label = f"{title}, {ratios.pop():g}x", "score less the full cache's, points"
+        figure = plots.by_method(compressed, "difference", title=title, y_label=label)
+    else:
+        figure = plots.against_bytes(drawn, "score", title=title, y_label="score, %")
+    run.save_figure("score", figure)
     if config.extended:
         sections.append(by_length(rows, questions))
     sections.append(notes(config, questions, left_out, absent))

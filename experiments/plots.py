@@ -250,6 +250,31 @@ def by_layer(
         return figure
 
 
+def by_method(rows: Rows, y: str, *, title: str, y_label: str) -> Figure:
+    """Draw a field and its interval a method, best on top, where all hold about the same bytes.
+
+    Args:
+        rows: one a method, with `y`, `<y>_low` and `<y>_high`; a line at zero stands for no loss.
+        y: field, such as a difference from the full cache.
+        title: with the model, n and the bytes.
+        y_label: with the unit.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 1.4 + 0.36 * len(rows)))
+        axes = figure.add_subplot()
+        drawn = sorted(rows, key=lambda r: r[y])
+        for place, row in enumerate(drawn):
+            colour, marker, _ = style(row["method"])
+            reach = [[row[y] - row[f"{y}_low"]], [row[f"{y}_high"] - row[y]]]
+            axes.errorbar(row[y], place, xerr=reach, fmt=marker, color=colour, capsize=3)
+        axes.set_yticks(range(len(drawn)), [row["method"] for row in drawn])
+        axes.set_ylim(-0.6, len(drawn) - 0.4)
+        axes.axvline(0, color="#000000", linewidth=0.9, linestyle=":")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"])
+        axes.set_xlabel(y_label)
+        return figure
+
+
 def percent_map(axes: Axes, values: np.ndarray) -> AxesImage:
     """Draw percents [rows, columns] as a map from red to green, written in; NaN stays grey."""
     image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
