@@ -355,11 +355,17 @@ def sample(logits: Array, key: Array, temperature: Array | float, top_p: Array |
         i32[B].
     """
     scaled = logits / temperature
-    order = jnp.sort(scaled, -1)[:, ::-1]
-    mass = jnp.cumsum(jax.nn.softmax(order, -1), -1)
-    kept = jnp.sum(mass - jax.nn.softmax(order, -1) < top_p, -1)  # the first always stays
-    floor = jnp.take_along_axis(order, jnp.maximum(kept, 1)[:, None] - 1, -1)
-    cut = jnp.where(scaled >= floor, scaled, -jnp.inf)
+    p = jax.nn.softmax(scaled, -1)
+    bits = lax.bitcast_convert_type(p, jnp.int32)  # ordered as p is, which is not negative
+
+    def halve(_, bounds):  # the greatest threshold that leaves a mass of top_p; a sort takes longer
+        low, high = bounds
+        middle = low + (high - low + 1) // 2
+        enough = jnp.where(bits >= middle[:, None], p, 0.0).sum(-1) >= top_p
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    threshold, _ = lax.fori_loop(0, 31, halve, (jnp.zeros_like(bits[:, 0]), bits.max(-1)))
+    cut = jnp.where(bits >= threshold[:, None], scaled, -jnp.inf)
     return jax.vmap(jax.random.categorical)(key, cut).astype(jnp.int32)
 
 
