@@ -50,7 +50,7 @@ class Config:
     """Answers under the full cache and under compressed ones."""
 
     methods: tuple[str, ...] = (
-        "kivi(residual_length=32)", "h2o", "streaming_llm(when='step')", "anchorkv",
+        "kivi(residual_length=32)", "streaming_llm(when='step')", "anchorkv",
     )  # fmt: skip
     """methods: name, preset:name, name(option=value); "full" is always there"""
     ratio: float = 4.0
@@ -64,7 +64,7 @@ class Config:
     """prompts"""
     max_prompt: int = 448
     """longest prompt, tokens with the chat's frame; built-in ones are three quarters of it"""
-    limit: int = 256
+    limit: int = 192
     """most tokens of an answer; with fewer than 512 more answers are cut off"""
     temperatures: tuple[float, ...] = (0.0, 0.8)
     """0 = greedy"""
@@ -76,7 +76,7 @@ class Config:
     """run the full cache's greedy answer through each cache: P(EOS) where it stopped"""
     batch: int = 8
     """prompts that are prefilled and decoded together"""
-    timed_prompts: int = 3
+    timed_prompts: int = 2
     """prompts answered alone, with a clock; 0: none"""
     model: str | None = None
     """GGUF file, Hugging Face directory, hub id or "tiny"; default SmolLM2-135M-Instruct"""
