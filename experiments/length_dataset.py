@@ -6,9 +6,9 @@
 
 Prompts of about one length are prefilled together; every method compresses that same prefill and
 generates greedily to the real end of sequence or to the limit; a prompt that has its answer gives
-its place in the batch to the next. A row holds lengths and no text. An
-answer that the limit cut off is marked `truncated`: its length is the limit, not a length. The
-methods have fixed settings and are not at equal bytes: a row says what each holds at its end.
+its place in the batch to the next. A row holds lengths and no text. An answer that the limit cut
+off is marked `truncated`: its length is the limit, not a length. The methods have fixed settings
+and are not at equal bytes: a row says what each holds at its end.
 """
 
 import os
@@ -163,8 +163,10 @@ def generate(
     requests: Sequence[Request],
 ) -> None:
     """All prompts under all arms; a finished one is not answered again."""
-    print_line(most_time(config, loaded, arms, requests))
     sums = any(getattr(method, "column_sums", False) for method in arms.values())
+    left = [r for r in requests if any(run.finished(key(a, r)) is None for a in arms)]
+    if left:
+        print_line(most_time(config, loaded, arms, left, sums))
     with run.progress(len(arms) * len(requests), "lengths") as progress:
         for chunk in in_chunks(requests, config.batch):
             todo = {a: [r for r in chunk if run.finished(key(a, r)) is None] for a in arms}
@@ -187,11 +189,15 @@ def generate(
 
 
 def most_time(
-    config: Config, loaded: hub.Loaded, arms: dict[str, Any], requests: Sequence[Request]
+    config: Config,
+    loaded: hub.Loaded,
+    arms: dict[str, Any],
+    requests: Sequence[Request],
+    sums: bool,
 ) -> str:
-    """What it takes at most, from a few timed steps of the longest prompts under each arm."""
+    """What decoding takes at most, from a few timed steps of the longest prompts under each arm."""
     batch = sorted(requests, key=lambda request: len(request.ids))[-config.batch :]
-    made = prefilled(loaded, batch, config.batch, sums=False)
+    made = prefilled(loaded, batch, config.batch, sums)
     token = made.logits.argmax(-1).astype(np.int32)
     seconds = []
     for method in arms.values():
@@ -206,8 +212,8 @@ def most_time(
         seconds.append(min(spent))
     steps = -(-len(requests) // config.batch) * config.limit
     return (
-        f"{len(requests)} prompts x {len(arms)} methods x at most {config.limit} tokens: at most"
-        f" {sum(seconds) * steps / 60:.0f} minutes if no answer ended before"
+        f"{len(requests)} prompts x {len(arms)} methods x at most {config.limit} tokens: decoding"
+        f" takes {sum(seconds) * steps / 60:.0f} minutes if no answer ends before"
     )
 
 

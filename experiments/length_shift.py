@@ -244,7 +244,6 @@ class Batch:
             keys = keys_for(seed, range(self.first, self.first + self.config.batch))
         if forced is not None:
             forced = [answer.tokens for answer in forced]
-            forced += forced[-1:] * (self.config.batch - len(forced))
         found = stepwise.answer(
             model, self.loaded.params, caches, prefill.logits, prefill.lengths,
             limit=limit or self.config.limit, stop_ids=sorted(self.loaded.tokenizer.stop_ids),

@@ -254,7 +254,8 @@ def by_method(rows: Rows, y: str, *, title: str, y_label: str) -> Figure:
     """Draw a field and its interval a method, best on top, where all hold about the same bytes.
 
     Args:
-        rows: one a method, with `y`, `<y>_low` and `<y>_high`; a line at zero stands for no loss.
+        rows: one a method, with `y`, `<y>_low` and `<y>_high` (None: no interval); a line at zero
+            stands for no loss.
         y: field, such as a difference from the full cache.
         title: with the model, n and the bytes.
         y_label: with the unit.
@@ -265,7 +266,8 @@ def by_method(rows: Rows, y: str, *, title: str, y_label: str) -> Figure:
         drawn = sorted(rows, key=lambda r: r[y])
         for place, row in enumerate(drawn):
             colour, marker, _ = style(row["method"])
-            reach = [[row[y] - row[f"{y}_low"]], [row[f"{y}_high"] - row[y]]]
+            low, high = row[f"{y}_low"], row[f"{y}_high"]
+            reach = None if low is None else [[row[y] - low], [high - row[y]]]
             axes.errorbar(row[y], place, xerr=reach, fmt=marker, color=colour, capsize=3)
         axes.set_yticks(range(len(drawn)), [row["method"] for row in drawn])
         axes.set_ylim(-0.6, len(drawn) - 0.4)

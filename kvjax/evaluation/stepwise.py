@@ -1,8 +1,8 @@
 """Answers to their real end, a step at a time, and what each step chose between.
 
 A Python loop over `decode.decode_step`. A row that has ended gives its place to a waiting prompt;
-where none waits it is frozen, and once half of a batch has ended the other half goes on alone: one
-long answer does not keep the others' places.
+where none can take it, it is frozen, and once half of a batch has ended the other half goes on
+alone: one long answer does not keep the others' places.
 """
 
 import functools
@@ -63,7 +63,7 @@ def _choose(logits, stop, keys, steps, temperature, top_p, given, *, greedy, nuc
             token = decode.sample(logits, keys, temperature, top_p)
         else:
             token = jax.vmap(jax.random.categorical)(keys, logits / temperature).astype(jnp.int32)
-    taken = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], 1)[:, 0]
+    taken = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
     stops = jnp.exp(logits[:, stop] - total[:, None]).sum(-1)
     return token, jnp.stack([jnp.exp(taken - total), gap, stops], -1)
 
@@ -91,9 +91,9 @@ class _Batch:
 
     def takes(self, other: "_Batch") -> bool:
         """Whether rows of the other can take places here: the same static sizes."""
-        a, b = (x.caches for x in (self, other))
-        own = any(hasattr(cache, "select_rows") for cache in a)  # rows are no leading axis
-        return not own and jax.tree.map(jnp.shape, a) == jax.tree.map(jnp.shape, b)
+        own = any(hasattr(cache, "select_rows") for cache in self.caches)  # rows: no leading axis
+        a, b = (jax.tree.map(jax.typeof, x.caches) for x in (self, other))
+        return not own and a == b
 
     def refill(self, other: "_Batch") -> None:
         """Move rows of the other to the places of rows that have ended."""
@@ -204,37 +204,32 @@ def answers(
                 if batch is None:
                     return
                 interval = decode.flush_interval(batch.caches)
-            elif waiting is None:
+            elif waiting is None or not batch.takes(waiting):
                 batch.halve(smallest)
-            elif batch.takes(waiting):
+            else:
                 batch.refill(waiting)
         # asked for the rows that go on: one that ended with a full block would ask at every step
         if decode.needs_flush(interval, batch.positions[batch.alive]):
             batch.caches = decode.flush(batch.caches)
-        keys = given = None
+        keys, given, ends = None, None, limit
         if sampling.keys is not None:
             keys = sampling.keys[np.maximum(batch.rows, 0)]
         if forced is not None:
-            given = np.array(
-                [
-                    forced[row][step] if row >= 0 and step < len(forced[row]) else -1
-                    for row, step in zip(batch.rows, batch.steps, strict=True)
-                ],
-                np.int32,
-            )
+            own = [forced[row] if row >= 0 else (0,) for row in batch.rows]
+            ends = np.minimum([len(ids) for ids in own], limit)
+            steps = np.minimum(batch.steps, ends - 1)  # one that has ended: any of its tokens
+            given = np.array([ids[s] for ids, s in zip(own, steps, strict=True)], np.int32)
         token, statistics = _choose(
             batch.logits, stop, keys, batch.steps.astype(np.int32), sampling.temperature,
             sampling.top_p, given, greedy=greedy, nucleus=sampling.top_p < 1,
         )  # fmt: skip
         host, statistics = np.asarray(token), np.asarray(statistics)
         going = batch.alive.copy()
-        if given is not None:
-            batch.alive &= host >= 0
         for i in np.flatnonzero(batch.alive):
             chosen.setdefault(batch.rows[i], []).append((host[i], statistics[i]))
         stopped = batch.alive & np.isin(host, stop)
         batch.steps += batch.alive
-        batch.alive &= ~stopped & (batch.steps < limit)
+        batch.alive &= ~stopped & (batch.steps < ends)
         if (over := going & ~batch.alive).any():  # now: what the others go on to do is not theirs
             live = accounting.live_bytes(batch.caches)
             stored = live.stored + live.tail
@@ -246,9 +241,7 @@ def answers(
                 )
         if batch.alive.any():
             at = np.where(batch.alive, batch.positions, -1).astype(np.int32)
-            batch.logits, batch.caches = decode.decode_step(
-                model, params, batch.caches, jnp.maximum(token, 0), at
-            )
+            batch.logits, batch.caches = decode.decode_step(model, params, batch.caches, token, at)
             batch.positions = batch.positions + batch.alive
 
 

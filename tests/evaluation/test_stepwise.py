@@ -148,6 +148,9 @@ def test_a_forced_answer_is_scored_and_not_chosen(loaded, prefill):
     given = [[1, 2, 3], [4], [5, 6], [7]]
     forced = answers(loaded, prefill, forced=given)
     assert [list(a.tokens) for a in forced] == given
+    first = answers(loaded, prefill, forced=given, limit=1)  # the last token is never stored
+    more = [a.kv_bytes > b.kv_bytes for a, b in zip(forced, first, strict=True)]
+    assert more == [True, False, True, False]
     assert all((a.probability < 1).all() for a in forced)
 
 
