@@ -203,18 +203,26 @@ class Run:
         return file
 
     def write_summary(self, text: str) -> Path:
-        """Write summary.md: title, command, machine and revision, then `text` (markdown)."""
+        """Write summary.md: title, command, machine and revisions, then `text` (markdown)."""
         record = read_record(self.path)
-        versions, revision = record["versions"], record["revision"]
+        versions, revisions = record["versions"], self._revisions(record)
         head = (
             f"# {self.experiment}\n\n```\n{record['command']}\n```\n\n"
             f"{', '.join(sorted(set(record['devices'])))}, {record['cpus']} CPUs; "
             f"JAX {versions['jax']}, Python {versions['python']}; "
-            f"revision {revision or 'unknown'}.\n\n"
+            f"revision{'s' * (len(revisions) > 1)} {', '.join(revisions)}.\n\n"
         )
         file = self.path / "summary.md"
         replace_text(file, head + text.strip() + "\n")
         return file
+
+    def _revisions(self, record: Mapping[str, Any]) -> list[str]:
+        """The revisions that made the rows; of a run without rows the one that began it."""
+        begun = [(record["revision"], 0)]
+        begun += [(again["revision"], again["finished_rows"]) for again in record["resumed"]]
+        ends = [*(rows for _, rows in begun[1:]), len(self.rows)]
+        made = [name for (name, first), end in zip(begun, ends, strict=True) if end > first]
+        return list(dict.fromkeys(name or "unknown" for name in made or [record["revision"]]))
 
     def progress(self, total: int, title: str) -> Progress:
         """Return a progress bar with the time left, a context manager with `advance`."""

@@ -66,7 +66,7 @@ class Tail:
 
 
 def write_rows(buffer: Array, x: Array, slots: Array) -> Array:
-    """Write x [B, K, T, ...] to slots i32[B, T] of [B, K, S, ...]; slots >= S are dropped."""
+    """Write x [B, K, T, ...] to slots i32[B, T] >= 0 of [B, K, S, ...]; S and more are dropped."""
 
     def scatter(buffer, x, slots):
         return jax.vmap(lambda row, x, at: row.at[:, at].set(x, mode="drop"))(buffer, x, slots)
@@ -78,8 +78,9 @@ def write_rows(buffer: Array, x: Array, slots: Array) -> Array:
     x = x.astype(buffer.dtype)
     if x.shape[2] > 1 or buffer.dtype not in (jnp.bfloat16, jnp.float16):
         return scatter(buffer, x, slots)
-    # XLA's CPU backend scatters 16-bit floats by way of a float32 copy of the whole buffer; the
-    # selection costs next to nothing beside the attention that reads the buffer.
+    # XLA's CPU backend scatters 16-bit floats by way of a float32 copy of the whole buffer: borne
+    # once a chunk, not at every step. The selection costs next to nothing beside the attention
+    # that reads the buffer.
     return lax.platform_dependent(buffer, x, slots, cpu=select, default=scatter)
 
 

@@ -336,3 +336,27 @@ def test_programs_are_dropped_only_when_memory_maps_run_out():
     runner.bound_programs(most_maps=0)
     assert double._cache_size() == (0 if Path("/proc/self/maps").exists() else 1)
     assert double(2.0) == 4.0
+
+
+def test_a_summary_names_the_revisions_that_made_its_rows(tmp_path, monkeypatch):
+    there = runner.surroundings()
+
+    def at(revision):
+        monkeypatch.setattr(runner, "surroundings", lambda: there | {"revision": revision})
+
+    def head(run):
+        return run.write_summary("text").read_text().split("revision")[1].split(".")[0]
+
+    config = Config()
+    at("aaa")
+    with Run.create(config, tmp_path) as run:
+        assert head(run) == " aaa"
+        run.append({"x": 1})
+    path = run.path
+    for revision in ("bbb", "ccc"):
+        at(revision)
+        with Run.resume(config, path) as run:
+            if revision == "ccc":  # the one before only reported
+                run.append({"x": 2})
+            text = head(run)
+    assert text == "s aaa, ccc"
