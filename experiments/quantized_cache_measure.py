@@ -9,6 +9,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -124,18 +125,28 @@ class Group:
             return {cell: self._failed(cell) for cell in self.cells}
         prompts, first = filled
         for cell in self.cells:
-            self._prepare(cell, prompts, first)
-            advance(cell, "prepared")
-            if cell == self.full and cell in self.failures:
-                self._give_up(Failure("reference", self.failures[cell].error))
+            self.attempt(cell, "plan", lambda cell=cell: self._plan(cell))
+            self.attempt(cell, "compress", lambda cell=cell: self._compress(cell, prompts))
+            self._check_reference()
         del prompts, filled
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles a program in one thread
+            list(pool.map(lambda cell: self._compile(cell, first), self.cells))
+        self._check_reference()
+        for cell in self.cells:
+            self._prepare(cell, first)
+            advance(cell, "prepared")
+            self._check_reference()
         for _ in range(self.settings.repeats):
             for cell in self.cells:
                 self.attempt(cell, "timing", lambda cell=cell: self._time(cell, first))
                 advance(cell, "timed")
+        self._check_reference()
+        return {cell: self._row(cell) for cell in self.cells}
+
+    def _check_reference(self) -> None:
+        """Fail every arm when the full cache has: there is nothing to compare it with."""
         if self.full in self.failures:
             self._give_up(Failure("reference", self.failures[self.full].error))
-        return {cell: self._row(cell) for cell in self.cells}
 
     def _give_up(self, failure: Failure) -> None:
         for cell in self.cells:
@@ -158,11 +169,8 @@ class Group:
         )  # fmt: skip
         return filled.prompts, likeliest(filled.logits)
 
-    def _prepare(self, cell: Cell, prompts: Any, first: jax.Array) -> None:
-        """Everything of an arm that is not timed against the others."""
-        self.attempt(cell, "plan", lambda: self._plan(cell))
-        self.attempt(cell, "compress", lambda: self._compress(cell, prompts))
-        self.attempt(cell, "compile", lambda: self._compile(cell, first))
+    def _prepare(self, cell: Cell, first: jax.Array) -> None:
+        """Everything of a compiled arm that is not timed against the others."""
         for _ in range(max(self.settings.warmups, 1)):  # one is needed for bytes and tokens
             self.attempt(cell, "warm-up", lambda: self._warm_up(cell, first))
         self.attempt(cell, "quality", lambda: self._score(cell, first))
@@ -187,6 +195,9 @@ class Group:
         return jax.block_until_ready(jax.tree.map(jnp.copy, self.held[cell]))
 
     def _compile(self, cell: Cell, first: jax.Array) -> None:
+        self.attempt(cell, "compile", lambda: self._compile_step(cell, first))
+
+    def _compile_step(self, cell: Cell, first: jax.Array) -> None:
         """Compile the step and, where blocks will be due, the flush; nothing of it is measured."""
         model, params = self.loaded.model, self.loaded.params
         held = self.held[cell]
