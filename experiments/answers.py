@@ -63,7 +63,14 @@ class Gold(NamedTuple):
 
     nll: jax.Array  # mean negative log-likelihood, nats a token
     token_match: jax.Array  # share of its tokens that are the likeliest
-    logits: jax.Array  # f32[B, V], after the question's last token
+
+
+class Asked(NamedTuple):
+    """Caches that hold the questions too."""
+
+    caches: Any
+    logits: jax.Array  # f32[B, V], after each question's last token
+    positions: np.ndarray  # int[B], the next position of each row
 
 
 def reference_shape(questions: Sequence[Encoded], loaded: hub.Loaded) -> PromptShape:
@@ -267,13 +274,14 @@ def answer(
         most = max(len(context.questions) for context in batch.contexts)
         for asked in range(most):
             chosen = [c.questions[min(asked, len(c.questions) - 1)] for c in batch.contexts]
-            gold = teacher_forced(loaded, caches, chosen, prefill.lengths, batch.width)
-            turn = turns.ask(
-                model, params, caches, prefill.lengths, [q.question_ids for q in chosen],
-                max_new_tokens=batch.limit, keep_answer=asked == most - 1,  # else copies them
-                stop_ids=sorted(loaded.tokenizer.stop_ids),
+            own = caches if asked == most - 1 else jax.tree.map(jnp.copy, caches)
+            reached = ask(loaded, own, chosen, prefill.lengths)
+            gold = teacher_forced(loaded, reached, chosen)
+            generation, _ = decode.generate(
+                model, params, reached.caches, reached.logits, reached.positions,
+                max_new_tokens=batch.limit, stop_ids=sorted(loaded.tokenizer.stop_ids),
             )  # fmt: skip
-            caches, made = turn.caches, np.asarray(turn.generation.tokens)
+            made = np.asarray(generation.tokens)
             for i, question in enumerate(chosen[: batch.real]):
                 again = asked >= len(batch.contexts[i].questions)
                 if again or run.finished(key(arm, question, length)) is not None:
@@ -321,34 +329,32 @@ def scored(
     }
 
 
-def teacher_forced(
-    loaded: hub.Loaded,
-    caches: Any,
-    questions: Sequence[Encoded],
-    lengths: np.ndarray,
-    width: int,
-) -> Gold:
-    """Run question and gold answer through a copy of the caches."""
+def ask(
+    loaded: hub.Loaded, caches: Any, questions: Sequence[Encoded], lengths: np.ndarray
+) -> Asked:
+    """Run the questions through the caches, which are donated."""
+    ids = [question.question_ids for question in questions]
+    logits, caches = turns.append(loaded.model, loaded.params, caches, lengths, ids)
+    return Asked(caches, logits, np.asarray(lengths) + [len(i) for i in ids])
+
+
+def teacher_forced(loaded: hub.Loaded, asked: Asked, questions: Sequence[Encoded]) -> Gold:
+    """Run the gold answers through a copy of the caches that hold the questions."""
     golds = [gold_ids(loaded.tokenizer, question) for question in questions]
-    tokens = np.zeros((len(questions), width), np.int32)
-    for row, question, gold in zip(tokens, questions, golds, strict=True):
-        both = [*question.question_ids, *gold]
-        row[: len(both)] = both
-    starts = np.array([len(question.question_ids) for question in questions])
-    counts = starts + [len(gold) for gold in golds]
+    width = -(-max(len(gold) for gold in golds) // 8) * 8
+    tokens = np.zeros((len(golds), width), np.int32)
+    for row, gold in zip(tokens, golds, strict=True):
+        row[: len(gold)] = gold
     column = np.arange(width)[None]
-    at = np.where(column < counts[:, None], np.asarray(lengths)[:, None] + column, -1)
+    real = column < np.array([len(gold) for gold in golds])[:, None]
+    at = np.where(real, asked.positions[:, None] + column, -1)
     hidden, _ = decode.extend(
-        loaded.model, loaded.params, jax.tree.map(jnp.copy, caches), jnp.asarray(tokens),
+        loaded.model, loaded.params, jax.tree.map(jnp.copy, asked.caches), jnp.asarray(tokens),
         jnp.asarray(at, jnp.int32),
     )  # fmt: skip
-    longest = -(-max(len(gold) for gold in golds) // 8) * 8
-    column = starts[:, None] + np.arange(longest)[None]  # of the gold answer
-    real = column < counts[:, None]
-    column = np.minimum(column, width - 1)
-    before = jnp.take_along_axis(hidden, jnp.asarray(column - 1)[..., None], 1)
-    logits = decode.head(loaded.model, loaded.params, before)
-    return _gold(logits, jnp.asarray(np.take_along_axis(tokens, column, 1)), jnp.asarray(real))
+    later = decode.head(loaded.model, loaded.params, hidden[:, :-1])
+    logits = jnp.concatenate([asked.logits[:, None], later], 1)  # each before its token
+    return _gold(logits, jnp.asarray(tokens), jnp.asarray(real))
 
 
 @jax.jit
@@ -357,7 +363,7 @@ def _gold(logits, targets, real):
     loss = -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
     hit = (log_p.argmax(-1) == targets).astype(jnp.float32)
     nll, match = (metrics.masked_mean(x, real, axis=-1) for x in (loss, hit))
-    return Gold(nll, match, logits[:, 0])
+    return Gold(nll, match)
 
 
 def check_ratios(arm: Arm, ratios: np.ndarray) -> None:
@@ -381,9 +387,10 @@ def check_no_op(
     """Fail unless the arm that keeps everything gives the full cache's logits exactly."""
     questions = [context.questions[0] for context in batch.contexts]
     full, kept = (
-        teacher_forced(loaded, caches[name], questions, lengths, batch.width)
+        ask(loaded, jax.tree.map(jnp.copy, caches[name]), questions, lengths)
         for name in ("full", "no-op")
     )
-    if not bool((full.logits == kept.logits).all()) or not bool((full.nll == kept.nll).all()):
+    nll = [teacher_forced(loaded, asked, questions).nll for asked in (full, kept)]
+    if not bool((full.logits == kept.logits).all()) or not bool((nll[0] == nll[1]).all()):
         worst = float(jnp.abs(full.logits - kept.logits).max())
         raise ValueError(f"the no-op arm differs from the full cache by {worst}: it must not.")

@@ -124,14 +124,9 @@ class Group:
             self._give_up(self.failures[self.full])
             return {cell: self._failed(cell) for cell in self.cells}
         prompts, first = filled
-        for cell in self.cells:
-            self.attempt(cell, "plan", lambda cell=cell: self._plan(cell))
-            self.attempt(cell, "compress", lambda cell=cell: self._compress(cell, prompts))
-            self._check_reference()
+        self._compress_all(prompts)
         del prompts, filled
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles a program in one thread
-            list(pool.map(lambda cell: self._compile(cell, first), self.cells))
-        self._check_reference()
+        self._compile_all(first)
         for cell in self.cells:
             self._prepare(cell, first)
             advance(cell, "prepared")
@@ -169,6 +164,20 @@ class Group:
         )  # fmt: skip
         return filled.prompts, likeliest(filled.logits)
 
+    def _compress_all(self, prompts: Any) -> None:
+        for cell in self.cells:
+            self.attempt(cell, "plan", lambda cell=cell: self._plan(cell))
+            self.attempt(cell, "compress", lambda cell=cell: self._compress(cell, prompts))
+            self._check_reference()
+
+    def _compile_all(self, first: jax.Array) -> None:
+        def one(cell):
+            self.attempt(cell, "compile", lambda: self._compile(cell, first))
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles a program in one thread
+            list(pool.map(one, self.cells))
+        self._check_reference()
+
     def _prepare(self, cell: Cell, first: jax.Array) -> None:
         """Everything of a compiled arm that is not timed against the others."""
         for _ in range(max(self.settings.warmups, 1)):  # one is needed for bytes and tokens
@@ -195,9 +204,6 @@ class Group:
         return jax.block_until_ready(jax.tree.map(jnp.copy, self.held[cell]))
 
     def _compile(self, cell: Cell, first: jax.Array) -> None:
-        self.attempt(cell, "compile", lambda: self._compile_step(cell, first))
-
-    def _compile_step(self, cell: Cell, first: jax.Array) -> None:
         """Compile the step and, where blocks will be due, the flush; nothing of it is measured."""
         model, params = self.loaded.model, self.loaded.params
         held = self.held[cell]

@@ -59,7 +59,7 @@ class Config:
     batch: int | None = None
     """contexts that are prefilled together, at most; small: 18"""
     new_tokens: int | None = None
-    """most new tokens of an answer; small: 64, otherwise RULER's limit of each task"""
+    """most new tokens of an answer; small: 48, otherwise RULER's limit of each task"""
     aware: bool = False
     """compress after the question instead of before it"""
     official: str | None = None
@@ -87,7 +87,7 @@ _LARGE = {"lengths": (32_768, 65_536), "ratios": (2.0, 4.0, 6.0, 10.0), "prompts
 PRESETS: dict[str, dict[str, Any]] = {
     "small": {
         "model": None, "lengths": (1024,), "ratios": (2.0, 4.0, 8.0), "prompts": 3, "batch": 18,
-        "new_tokens": 64,
+        "new_tokens": 48,
     },
     "llama-3.1-8b": {"model": "meta-llama/Llama-3.1-8B-Instruct", **_LARGE},
     "llama-3.1-70b": {"model": "meta-llama/Llama-3.1-70B-Instruct", **_LARGE},

@@ -56,13 +56,47 @@ def ask(
     Raises:
         ValueError: for an empty question, or too little room in the caches.
     """
+    # Caches are small and a step writes in place: a copy undoes a turn whatever the method.
+    before = None if keep_answer else jax.tree.map(jnp.copy, caches)
+    logits, caches = append(model, params, caches, positions, questions)
+    lengths = np.array([len(question) for question in questions])
+    generation, caches = decode.generate(
+        model, params, caches, logits, positions + lengths, max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids, **sampling,
+    )  # fmt: skip
+    if not keep_answer:
+        return Turn(generation, before, np.asarray(positions))
+    stored = np.asarray(generation.lengths) - np.asarray(generation.stopped)
+    return Turn(generation, caches, np.asarray(positions) + lengths + stored)
+
+
+def append(
+    model: Model,
+    params: Any,
+    caches: Any,
+    positions: np.ndarray,
+    questions: Sequence[Sequence[int]],
+) -> tuple[Array, Any]:
+    """Append tokens to every row, as many as it has.
+
+    Args:
+        model: the decoder.
+        params: its weights.
+        caches: a cache a layer; donated.
+        positions: int[B], the next position of each row.
+        questions: token ids of each row, at least one.
+
+    Returns:
+        Logits f32[B, V] after each row's last token, and the caches.
+
+    Raises:
+        ValueError: for an empty question, or too little room in the caches.
+    """
     lengths = np.array([len(question) for question in questions])
     if len(lengths) != len(positions) or lengths.min(initial=1) < 1:
         raise ValueError(
             f"questions of {lengths} tokens: each of the {len(positions)} rows must have 1 or more."
         )
-    # Caches are small and a step writes in place: a copy undoes a turn whatever the method.
-    before = None if keep_answer else jax.tree.map(jnp.copy, caches)
     width = int(lengths.max())
     column = np.arange(width)[None]
     tokens = np.zeros((len(lengths), width), np.int32)
@@ -72,15 +106,7 @@ def ask(
     hidden, caches = decode.extend(
         model, params, caches, jnp.asarray(tokens), jnp.asarray(at, jnp.int32)
     )
-    logits = decode.head(model, params, hidden[jnp.arange(len(lengths)), lengths - 1])
-    generation, caches = decode.generate(
-        model, params, caches, logits, positions + lengths, max_new_tokens=max_new_tokens,
-        stop_ids=stop_ids, **sampling,
-    )  # fmt: skip
-    if not keep_answer:
-        return Turn(generation, before, np.asarray(positions))
-    stored = np.asarray(generation.lengths) - np.asarray(generation.stopped)
-    return Turn(generation, caches, np.asarray(positions) + lengths + stored)
+    return decode.head(model, params, hidden[jnp.arange(len(lengths)), lengths - 1]), caches
 
 
 @functools.partial(jax.jit, static_argnums=0)
