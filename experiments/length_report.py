@@ -120,7 +120,7 @@ def summarised(rows: Rows) -> list[dict[str, Any]]:
         | {"length": None if row["truncated"] else row["generated_tokens"]}
         for row in rows
     ]
-    means = plots.group_means(per_prompt(each), ["method"], _MEANS, _SHARES)
+    means = plots.group_means(per_prompt(each), ["method"], _MEANS, _SHARES, _BOUNDS)
     for mean in means:
         own = [row for row in rows if row["method"] == mean["method"]]
         mean["answers"], mean["limit"] = len(own), own[0].get("limit")
@@ -149,6 +149,17 @@ _MEANS = (
 )  # fmt: skip
 _SHARES = (
     *_KINDS, "truncated", "empty", "much_longer", "correct", "correct_within",
+)  # fmt: skip
+_POSITIVE, _PROBABILITY, _COSINE = (0.0, float("inf")), (0.0, 1.0), (-1.0, 1.0)
+_BOUNDS = (
+    dict.fromkeys(("length", "ratio", "ratio_at_end", "length_ratio", "answer_nll_compressed"),
+                  _POSITIVE)
+    | dict.fromkeys(("repeated", "gap_full", "gap_compressed", "stop_at_end_full",
+                     "stop_at_end_compressed", "stop_before_full", "stop_before_compressed"),
+                    _PROBABILITY)
+    | dict.fromkeys(("stop_shift_common", "similarity", "similarity_common", "similarity_floor"),
+                    _COSINE)
+    | {"shift": (-float("inf"), 1.0)}
 )  # fmt: skip
 
 LENGTHS = [
@@ -220,7 +231,8 @@ def _timing(timed: Rows) -> str:
             }
         )
     fields = ("ttft_seconds", "ttft_ratio", "tpot_ratio", "e2e_ratio", "generated_tokens")
-    means = plots.group_means(relative, ["method"], fields)
+    bounds = dict.fromkeys(fields, _POSITIVE)
+    means = plots.group_means(relative, ["method"], fields, bounds=bounds)
     columns = [
         Column("method", "method"),
         Column("n", "n", "d"),
@@ -271,7 +283,8 @@ def shifts(answers: Rows, title: str) -> Figure:
     for row in answers:
         if row.get("log_ratio") is not None:
             groups.setdefault(row["method"], []).append(row["log_ratio"])
-    figure = _distribution(groups, title, "tokens of the answer over the full cache's, log scale")
+    label = "tokens over the full cache's, greedy and sampled answers, log scale"
+    figure = _distribution(groups, title, label)
     axes = figure.axes[0]
     ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
     axes.set_xticks(np.log(ticks), [f"{t:g}x" if t >= 1 else f"1/{1 / t:g}x" for t in ticks])

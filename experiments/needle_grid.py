@@ -43,7 +43,7 @@ class Config:
     depths: int = 5
     """depths of the grid: the middles of so many equal parts of the context"""
     prompts: int = 2
-    """prompts of each cell, with numbers and haystacks of their own"""
+    """numbers hidden at each depth, each in a context of every length"""
     digits: int = 7
     """digits of the number; 64 is customary for larger models"""
     haystack: str = "text"
@@ -123,12 +123,12 @@ def prompts(config: Config, tokenizer: Any, length: int) -> list[Encoded]:
     found = []
     for at, depth in enumerate(needle.depth_grid(config.depths)):
         for i in range(config.prompts):
+            seed = config.seed + at * config.prompts + i  # the same number at every length
             built = needle.build(
                 tokenizer, num_tokens=length, depth=depth, haystack=config.haystack,
-                digits=config.digits, num_needles=config.turns,
-                seed=config.seed + at * config.prompts + i,
+                digits=config.digits, num_needles=config.turns, seed=seed,
             )  # fmt: skip
-            name = needle_grid_report.name_of(depth, i)
+            name = needle_grid_report.name_of(config, depth, seed)
             if config.turns == 1:
                 form = ASKED if config.aware else AGNOSTIC
                 found.append(encoded(built, form, name, built.question_ids))

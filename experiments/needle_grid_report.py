@@ -1,5 +1,6 @@
 """What a needle grid shows: a heat map a method, and a table, made from the rows alone."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,17 +12,20 @@ from experiments import plots
 from experiments.report import Column, interval, markdown, scalar_name, table
 from experiments.runner import Run
 
-FIELDS = ("score", "exact", "token_match", "answer_nll", "ratio", "kv_bytes")
+FIELDS = ("digits", "whole", "token_match", "answer_nll", "ratio", "kv_bytes")
+SHARES = ("digits", "whole", "token_match", "asked", "other")
+POSITIVE = {"answer_nll": (0.0, float("inf"))}
 
 
-def name_of(depth: float, number: int) -> str:
-    """Id of a prompt: its depth and its number in the cell."""
-    return f"depth {depth:.3f} prompt {number}"
+def name_of(config: Any, depth: float, seed: int) -> str:
+    """Id of a prompt: all that makes it but its length."""
+    many = f", {config.turns} numbers" if config.turns > 1 else ""
+    return f"depth {depth:.3f}, seed {seed}, {config.digits} digits in {_haystack(config)}{many}"
 
 
 def depth_of(row: Mapping[str, Any]) -> float:
     """Depth of a row's needle, a share of the haystack."""
-    return float(row["id"].split()[1])
+    return float(re.match(r"depth ([\d.]+)", row["id"])[1])
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
@@ -34,26 +38,55 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
 
 def report(config: Any, run: Run, name: str, absent: Sequence[str]) -> None:
     """Heat maps, tables and the summary."""
-    rows = [row | {"exact": float(row["score"] == 100), "depth": depth_of(row)} for row in run.rows]
+    rows = [
+        row
+        | {"digits": row["score"] / 100, "whole": float(row["score"] == 100)}
+        | {"depth": depth_of(row)}
+        for row in run.rows
+    ]
     forms = list(dict.fromkeys(row["task"] for row in rows))
     cell = f"{config.prompts} prompts a cell" if config.prompts > 1 else "1 prompt a cell"
     what = f"{name}, {config.digits} digits, haystack {_haystack(config)}, {cell}"
     for ratio in config.ratios:
         shown = [r for r in rows if r["method"] == "full" or r["target_ratio"] == round(ratio, 4)]
-        title = f"{what}, {ratio:g}x"
+        title = f"{what}, {ratio:g}x asked"
         run.save_figure(f"grid_{ratio:g}x", heat_maps(shown, forms, title))
     sections = []
-    means = plots.group_means(rows, ["task", "method", "target_ratio"], FIELDS)
+    by = ["task", "method", "target_ratio"]
+    means = plots.group_means(per_number(rows, by, FIELDS), by, FIELDS, SHARES, POSITIVE)
     for form in forms:
         own = _with_lengths([m for m in means if m["task"] == form], rows, config.lengths)
-        most = max(config.lengths)
-        title = f"{name}, {most:,} tokens at most, {_spoken(form)}, n = {own[0]['n']}"
+        count, size = own[0]["n"], f"{max(config.lengths):,} tokens at most"
+        title = f"{name}, {size}, {_spoken(form)}, n = {count} numbers at each length"
         table(own, _columns(config.lengths, brief=True), title)
         sections.append(markdown(own, _columns(config.lengths), title))
     if len(forms) > 1:
         sections.insert(0, compare(rows, forms))
     sections.append(notes(config, absent))
     run.write_summary("\n".join(sections))
+
+
+def per_number(
+    rows: Sequence[Mapping[str, Any]], by: Sequence[str], fields: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Means over the lengths that a number was hidden in: such prompts are not independent.
+
+    Args:
+        rows: a prompt each, at one length.
+        by: fields that are kept apart.
+        fields: numeric fields to average.
+
+    Returns:
+        A row a number: `by`, id and `fields`.
+    """
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[field] for field in (*by, "id")), []).append(row)
+    return [
+        dict(zip((*by, "id"), key, strict=True))
+        | {field: float(np.mean([row[field] for row in own])) for field in fields}
+        for key, own in groups.items()
+    ]
 
 
 def _haystack(config: Any) -> str:
@@ -82,6 +115,7 @@ def _with_lengths(
             if own:
                 score, stored = (np.mean([r[f] for r in own]) for f in ("score", "ratio"))
                 mean[f"at_{length}"] = f"{score:.0f} ({stored:.2f}x)"
+                mean["limit"] = own[0]["limit"] and own[0]["limit"].partition(",")[0]
     return list(means)
 
 
@@ -90,13 +124,14 @@ def _columns(lengths: Sequence[int], brief: bool = False) -> list[Column]:
         Column("method", "method"),
         Column("asked", lambda r: f"{r['target_ratio']:.1f}x"),
         Column("n", "n"),
-        Column("digits right %", interval("score", ".0f")),
-        Column("exact %", interval("exact", ".0f", 100)),
+        Column("digits right %", interval("digits", ".0f", 100)),
+        Column("exact %", interval("whole", ".0f", 100)),
         Column("tokens right, forced %", interval("token_match", ".0f", 100)),
     ]
     if not brief:
         columns.append(Column("answer NLL", interval("answer_nll", ".2f")))
         columns += [Column(f"{n:,} tokens (stored)", f"at_{n}") for n in lengths]
+        columns.append(Column("note", "limit"))
     return columns
 
 
@@ -114,18 +149,20 @@ def compare(rows: Sequence[Mapping[str, Any]], forms: Sequence[str]) -> str:
             twin = before[tuple(row[f] for f in named)]
             pairs.append(
                 {f: row[f] for f in named}
-                | {"asked": twin["score"], "other": row["score"]}
-                | {"lost": twin["score"] - row["score"]}
+                | {"asked": twin["digits"], "other": row["digits"]}
+                | {"lost": twin["digits"] - row["digits"]}
             )
-    means = plots.group_means(pairs, ["method", "target_ratio"], ["asked", "other", "lost"])
+    by, fields = ["method", "target_ratio"], ["asked", "other", "lost"]
+    bounds = {"lost": (-1.0, 1.0)}
+    means = plots.group_means(per_number(pairs, by, fields), by, fields, SHARES, bounds)
     last = other.rsplit("_", 1)[1]
     columns = [
         Column("method", "method"),
         Column("ratio", lambda r: f"{r['target_ratio']:.1f}x"),
         Column("n", "n"),
-        Column("asked in turn 1, digits right %", interval("asked", ".0f")),
-        Column(f"asked in turn {last}, digits right %", interval("other", ".0f")),
-        Column("lost", interval("lost", ".0f")),
+        Column("asked in turn 1, digits right %", interval("asked", ".0f", 100)),
+        Column(f"asked in turn {last}, digits right %", interval("other", ".0f", 100)),
+        Column("lost", interval("lost", ".0f", 100)),
     ]  # fmt: skip
     return markdown(means, columns, "The question that eviction saw, and another one")
 
@@ -136,7 +173,8 @@ def notes(config: Any, absent: Sequence[str]) -> str:
         "Digits right: digits of the greedily generated number that stand in their place, over"
         " those of the answer; a wrong number of the right length gets about 10 % by chance."
         " Forced: share of the answer's tokens that are the likeliest when the answer is given."
-        " Brackets: 95 % interval over prompts (all depths and lengths). Stored: full bfloat16"
+        " Brackets: 95 % interval over numbers at all depths; one number is hidden in a context of"
+        " each length, whose mean counts once. Stored: full bfloat16"
         " bytes over live body and metadata bytes, measured on the arrays.",
         f"Seed {config.seed}. An evictor that keeps everything reproduced the full cache exactly"
         " (checked on the first batch; the run fails otherwise).",
@@ -178,7 +216,8 @@ def heat_maps(rows: Sequence[Mapping[str, Any]], forms: Sequence[str], title: st
                 axes.set_axis_on()
                 own = [r for r in rows if r["task"] == form and r["method"] == method]
                 image = _map(axes, own, lengths, depths)
-                heading = f"{method}\n{form.replace('_', ' ')}" if len(forms) > 1 else method
+                heading = f"{method}, {_stored(own)}"
+                heading += f"\n{form.replace('_', ' ')}" if len(forms) > 1 else ""
                 axes.set_title(heading, fontsize=9)
                 first, last = m % per_line == 0, m // per_line == lines_each - 1
                 axes.set_ylabel("depth, %" if first else "")
@@ -187,6 +226,12 @@ def heat_maps(rows: Sequence[Mapping[str, Any]], forms: Sequence[str], title: st
         bar.set_label("digits right, % (generated)")
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         return figure
+
+
+def _stored(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The stored ratios of a map."""
+    least, most = (f"{end(row['ratio'] for row in rows):.1f}" for end in (min, max))
+    return f"{least}x" if least == most else f"{least}–{most}x"
 
 
 def _map(axes: Any, rows: Sequence[Mapping], lengths: Sequence[int], depths: Sequence[float]):

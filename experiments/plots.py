@@ -23,6 +23,8 @@ Rows = Sequence[Mapping[str, Any]]
 # Paul Tol's and Okabe and Ito's palettes: told apart with every common colour blindness.
 _STYLES = {
     "full": ("#000000", "*"),
+    "full, float32": ("#555555", "P"),
+    "full, other seed": ("#999999", "X"),
     "anchorkv": ("#D55E00", "o"),
     "snapkv": ("#0072B2", "s"),
     "streaming_llm": ("#009E73", "^"),
@@ -78,7 +80,11 @@ def style(method: str) -> tuple[str, str, str]:
 
 
 def group_means(
-    rows: Rows, by: Sequence[str], fields: Sequence[str], shares: Sequence[str] = _SHARES
+    rows: Rows,
+    by: Sequence[str],
+    fields: Sequence[str],
+    shares: Sequence[str] = _SHARES,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
 ) -> list[dict[str, Any]]:
     """Return one row a group: `by`, n, and mean, `_low` and `_high` of each field.
 
@@ -88,7 +94,9 @@ def group_means(
         fields: numeric fields to average, with 95 % intervals (`kvjax.metrics.mean_interval`).
         shares: fields in [0, 1], whose bounds stay there; one that holds nothing but 0 and 1 is a
             proportion, unless it is of the shares that a mean over tokens makes (the default).
+        bounds: least and greatest possible value of other fields; no interval passes them.
     """
+    ends = dict.fromkeys(shares, (0.0, 1.0)) | dict(bounds or {})
     groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[field] for field in by), []).append(row)
@@ -103,8 +111,8 @@ def group_means(
                 if field in shares and field not in _SHARES:
                     kind = "auto"
                 middle, low, high, _ = mean_interval(values, kind)
-                if field in shares and low is not None:
-                    low, high = max(low, 0.0), min(high, 1.0)
+                if field in ends and low is not None:
+                    low, high = max(low, ends[field][0]), min(high, ends[field][1])
                 mean |= {field: middle, f"{field}_low": low, f"{field}_high": high}
         means.append(mean)
     return means

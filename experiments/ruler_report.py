@@ -13,6 +13,7 @@ from kvjax.evaluation import ruler
 from kvjax.metrics import mean_interval, mean_of_means
 
 SOLVED = 20.0  # the full cache's mean score from which a task's score can tell methods apart
+WHOLE = {"score": 100.0, "token_match": 1.0}  # what a prompt that has everything gets
 LEAST_NLL = 0.1  # nats a token that an answer must lose; less is there at every compression
 FAMILIES = {
     "one needle": ("niah_single_1", "niah_single_2", "niah_single_3"),
@@ -43,15 +44,16 @@ def report(config: Any, run: Run, name: str) -> None:
         how = "question-aware" if config.aware else "question-agnostic"
         tasks = list(dict.fromkeys(row["task"] for row in rows))
         count = len({(row["task"], row["id"]) for row in rows})
-        title = f"{name}, {length:,} tokens, {how}, n = {count} prompts of {len(tasks)} tasks"
+        size = spoken([row["context_tokens"] for row in rows])
+        title = f"{name}, {size}, {how}, n = {count} prompts of {len(tasks)} tasks"
         solved = solved_tasks(rows)
         sections += [
             full_cache(rows, solved, title),
             by_arm(rows, solved, f"All methods: {title}"),
-            by_family(rows, f"Families of tasks, against the full cache: {length:,} tokens"),
-            by_task(rows, solved, "score", f"Score by task, %: {length:,} tokens"),
-            by_task(rows, solved, "token_match", f"Gold tokens right, %: {length:,} tokens"),
-            lost(rows, solved, f"Task lost: {length:,} tokens"),
+            by_family(rows, f"Families of tasks, against the full cache: {size}"),
+            by_task(rows, solved, "score", f"Score by task, %: {size}"),
+            by_task(rows, solved, "token_match", f"Gold tokens right, %: {size}"),
+            lost(rows, solved, f"Task lost: {size}"),
         ]
         draw(run, rows, solved, title, length)
         record["lengths"][str(length)] = scores(rows, tasks, solved)
@@ -59,6 +61,12 @@ def report(config: Any, run: Run, name: str) -> None:
     (run.path / "scores.json").write_text(text, encoding="utf-8")
     sections.append(NOTES.format(harness=harness, seed=config.seed, solved=SOLVED, nll=LEAST_NLL))
     run.write_summary("\n".join(sections))
+
+
+def spoken(tokens: Sequence[int]) -> str:
+    """Contexts' lengths as a heading."""
+    least, most = min(tokens), max(tokens)
+    return f"{most:,} tokens" + ("" if least == most else f" at most, {least:,} at least")
 
 
 def compared(rows: Rows) -> list[dict[str, Any]]:
@@ -109,11 +117,18 @@ def with_interval(found: Sequence[float], field: str, scale: float = 1.0) -> dic
 
 
 def balanced(rows: Rows, field: str, tasks: Sequence[str], arm: tuple[str, float]) -> dict | None:
-    """Mean of the tasks' means of a field; the interval is over prompts within tasks."""
+    """Mean of the tasks' means of a field; the interval is over prompts within tasks.
+
+    Where no prompt got anything, or each one all, it is a proportion's: there is no spread.
+    """
     cells = [cell for task in tasks if (cell := values(rows, field, task, *arm))]
     if not cells:
         return None
-    middle, low, high, _ = mean_of_means(cells)
+    middle, low, high, n = mean_of_means(cells)
+    most = WHOLE.get(field)
+    if most is not None and low is not None and low == high and middle in (0.0, most):
+        _, low, high, _ = mean_interval([middle / most] * n, "wilson")
+        low, high = low * most, high * most
     return {field: middle, f"{field}_low": low, f"{field}_high": high}
 
 

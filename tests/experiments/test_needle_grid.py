@@ -28,6 +28,22 @@ def test_every_cell_of_the_grid_has_a_row_of_every_method(tmp_path):
     assert (made.path / "grid_3x.png").is_file()
 
 
+def test_a_number_hidden_at_several_lengths_counts_once():
+    named = {"task": AGNOSTIC, "method": "full"}
+    rows = [named | {"id": i, "digits": v} for i, v in (("a", 1.0), ("a", 0.5), ("b", 0.25))]
+    means = needle_grid_report.per_number(rows, ["task", "method"], ["digits"])
+    assert means == [named | {"id": "a", "digits": 0.75}, named | {"id": "b", "digits": 0.25}]
+
+
+def test_an_id_names_all_that_makes_a_prompt():
+    config = config_of(turns=1)
+    others = [config_of(digits=4), config_of(haystack="text"), config_of(turns=2)]
+    names = {needle_grid_report.name_of(c, 0.5, 42) for c in (config, *others)}
+    names |= {needle_grid_report.name_of(config, 0.25, 42)}
+    names |= {needle_grid_report.name_of(config, 0.5, 43)}
+    assert len(names) == 6
+
+
 def config_of(**changes):
     return dataclasses.replace(TINY, **{"depths": 1, "prompts": 1, "haystack": "noise"} | changes)
 
@@ -83,12 +99,14 @@ def test_digits_in_place(prediction, expected):
 
 
 def test_a_negative_set_picks_its_prompts_in_all_their_forms(tmp_path):
-    path = tmp_path / "set.jsonl"
-    path.write_text('{"dataset": "after_turn_1_of_2@1500", "id": "depth 0.750 prompt 1"}\n')
+    path, name = tmp_path / "set.jsonl", "depth 0.750, seed 45, 3 digits in noise, 2 numbers"
+    path.write_text(f'{{"dataset": "after_turn_1_of_2@1500", "id": "{name}"}}\n')
     config = config_of(depths=2, prompts=2, turns=2, only=str(path))
     found = needle_grid.prompts(config, Bytes(), 1500)
     assert [q.row.task for q in found] == [ASKED, "after_turn_1_of_2"]
-    assert {q.row.id for q in found} == {"depth 0.750 prompt 1"}
+    assert {q.row.id for q in found} == {name}
+    with pytest.raises(ValueError, match="names none of the 8 prompts"):  # of another seed
+        needle_grid.prompts(dataclasses.replace(config, seed=7), Bytes(), 1500)
 
 
 def test_a_key_of_64_digits_is_whole_in_its_prompt():
@@ -101,13 +119,14 @@ def test_a_key_of_64_digits_is_whole_in_its_prompt():
 def test_the_map_puts_depth_down_and_length_across():
     rows = [
         {"task": AGNOSTIC, "method": m, "length": n, "depth": d, "score": 100 * d + n / 100}
+        | {"ratio": 1.0 if m == "full" else 4 + n / 1000}
         for m in ("full", "snapkv")
         for n in (100, 200, 400)
         for d in (0.25, 0.75)
     ]
     figure = needle_grid_report.heat_maps(rows, [AGNOSTIC], "title")
     axes = [a for a in figure.axes if a.images]
-    assert [a.get_title() for a in axes] == ["full", "snapkv"]
+    assert [a.get_title() for a in axes] == ["full, 1.0x", "snapkv, 4.1–4.4x"]
     cells = axes[0].images[0].get_array()
     assert cells.shape == (2, 3) and cells[1, 0] == 76 and cells[0, 2] == 29
     assert axes[0].images[0].get_clim() == (0, 100)
@@ -122,7 +141,7 @@ def test_the_loss_is_paired_over_the_same_contexts():
             "target_ratio": 4.0,
             "length": 100,
             "id": str(i),
-            "score": s,
+            "digits": s / 100,
         }
         for t, scores in ((ASKED, (100, 60)), ("after_turn_1_of_2", (80, 40)))
         for i, s in enumerate(scores)

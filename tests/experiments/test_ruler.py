@@ -19,7 +19,7 @@ def row(task, number, method, ratio, score, match, nll):
         "target_ratio": ratio, "basis": "measured", "score": score, "token_match": match,
         "answer_nll": nll, "ratio": ratio, "kv_bytes": int(1e6 / ratio), "limit": None,
         "empty": score == 0, "finish_reason": "limit" if number else "end_of_sequence",
-        "setting": "", "prediction": "", "new_tokens": 3,
+        "setting": "", "prediction": "", "new_tokens": 3, "context_tokens": 1024,
     }  # fmt: skip
 
 
@@ -96,6 +96,9 @@ def test_intervals_of_several_tasks_resample_prompts_within_tasks():
     assert both["score_low"] < both["score"] < both["score_high"]
     assert both["score_high"] - both["score_low"] < 2  # the tasks' difference is no noise
     assert ruler_report.balanced(made, "score", ["fwe"], ("poor", 4.0)) is None
+    nothing = [r | {"score": 0.0} for r in made]  # no spread is not certainty
+    none = ruler_report.balanced(nothing, "score", ["niah_single_1", "vt"], ("poor", 4.0))
+    assert none["score"] == none["score_low"] == 0 and 5 < none["score_high"] < 60
     one = [r for r in made if r["id"] == "42-0"]  # one prompt a task gives no interval
     assert ruler_report.balanced(one, "score", ["vt"], ("poor", 4.0))["score_low"] is None
 
