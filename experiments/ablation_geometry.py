@@ -14,7 +14,7 @@ from jax import Array
 
 from experiments import ablation_arms, ablation_settings, plots
 from experiments.ablation_plots import bars
-from experiments.ablation_texts import Texts, missing, shape_of
+from experiments.ablation_texts import DEPTHS, Texts, missing, shape_of
 from experiments.ablation_verdict import (
     Verdict,
     above,
@@ -177,8 +177,11 @@ def rope_report(run: Run) -> tuple[str, list[Verdict]]:
         own = [r for r in by_depth if r["depth"] == depth]
         gap = paired(own, "absolute", {"side": "keys after RoPE"}, {"side": "keys"}, ("prompt",))
         parts.append((depth, gap))
-    text = "; ".join(f"{d}: {shown(g, '+.3f')}" for d, g in parts)
-    words = [below(g, 0.0) for _, g in parts]
+    unseen = [depth for depth in DEPTHS if depth not in dict(parts)]
+    text = "; ".join(
+        [*(f"{d}: {shown(g, '+.3f')}" for d, g in parts), *(f"{d}: no layer" for d in unseen)]
+    )
+    words = [below(g, 0.0) for _, g in parts] + ["undecided"] * len(unseen)
     found.append(Verdict(
         "3 RoPE", "cosines are lower after RoPE in every third of the layers (paper: everywhere)",
         text, together(words),

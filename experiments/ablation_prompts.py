@@ -51,7 +51,7 @@ def needles(
     """
     made = []
     for name in formats:
-        haystack, digits = name.split("_")
+        haystack, _, digits = name.rpartition("_")
         for i, depth in enumerate(needle.depth_grid(each)):
             built = needle.build(
                 tokenizer, num_tokens=length, depth=depth, haystack=haystack, digits=int(digits),

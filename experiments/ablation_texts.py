@@ -19,12 +19,14 @@ from kvjax.storage import Dense
 from kvjax.types import LayerInfo, PromptKV, PromptShape
 from models import hub
 
+DEPTHS = ("early", "middle", "late")  # thirds of a model
+
 
 class Layer(NamedTuple):
     """One layer of all texts."""
 
     number: int
-    depth: str  # "early", "middle" or "late" third of the model
+    depth: str  # of DEPTHS
     prompt: PromptKV  # of the first tokens
     queries: Array  # [B, N, m, H], rotated, of the later tokens
 
@@ -60,7 +62,7 @@ def prefill(
     chosen = np.unique(np.linspace(0, total - 1, min(layers, total)).round().astype(int))
     kept = []
     for number in chosen:
-        depth = ("early", "middle", "late")[min(3 * int(number) // total, 2)]
+        depth = DEPTHS[min(3 * int(number) // total, 2)]
         whole = prompts[number]
         first = PromptKV(
             *(x[:, :, :length] for x in (whole.q, whole.k, whole.k_unrotated, whole.v)), starts

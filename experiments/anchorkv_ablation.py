@@ -117,9 +117,15 @@ def settle(config: Config) -> Config:
     """
     if not config.studies:
         raise ValueError(f"studies is empty: name some of {', '.join(STUDIES)}.")
-    for name in ("prompts", "texts", "piles", "batch", "layers", "later", "chunk", "steps"):
+    for name in ("length", "digits", "prompts", "texts", "piles", "batch", "layers", "later",
+                 "chunk", "steps", "alone"):  # fmt: skip
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1.")
+    if min(config.group_sizes, default=0) < 1:
+        raise ValueError(f"group_sizes={config.group_sizes} must be some, at least 1 each.")
+    wrong = [name for name in config.needles if not re.fullmatch(r".+_[1-9]\d*", name)]
+    if wrong:
+        raise ValueError(f"needles={wrong[0]!r} must be haystack_digits, as in noise_7.")
     every = (*config.ratios, *config.linear_ratios, config.middle)
     if min(every) < 1 or not config.ratios or not config.linear_ratios:
         raise ValueError(f"ratios {every} must be at least 1, full bytes over stored bytes.")

@@ -43,6 +43,8 @@ def run(config: Config, run: Run) -> None:
     """Read, group, average, write the three files."""
     if not config.runs:
         raise ValueError("no runs: name folders, as in experiments.leaderboard runs/ruler/<run>.")
+    if config.tolerance < 0:
+        raise ValueError(f"tolerance={config.tolerance} must be 0 or more, a share.")
     sources = [made_up() if p == Path("tiny") and not p.exists() else leaderboard_rows.read(p)
                for p in config.runs]  # fmt: skip
     boards = leaderboard_rows.boards(sources, config.mismatch == "refuse")

@@ -108,12 +108,32 @@ def read(path: str | None) -> list[prompts.Prompt] | None:
 
 
 def built_in(config: Config, tokenizer: Any) -> list[prompts.Prompt]:
-    """As many as are asked for, of three quarters of the longest prompt."""
+    """As many as are asked for, of three quarters of the longest prompt.
+
+    Raises:
+        ValueError: when that is too short, naming a length that is not.
+    """
 
     def size(text):
         return len(tokenizer.encode(text))
 
-    return builtin_prompts.make(config.count, config.max_prompt * 3 // 4, size, config.seed)
+    def made(longest):
+        return builtin_prompts.make(config.count, longest * 3 // 4, size, config.seed)
+
+    longest = max(config.max_prompt, 0)
+    for fits in (config.max_prompt, *range(longest + 64, longest + 4096, 64)):
+        try:
+            found = made(fits)
+        except ValueError as error:
+            refused = error
+            continue
+        if fits == config.max_prompt:
+            return found
+        raise ValueError(
+            f"max_prompt={config.max_prompt} must be longer for built-in prompts on this tokenizer:"
+            f" {fits} tokens fit."
+        )
+    raise refused
 
 
 def encode(found: Sequence[prompts.Prompt], tokenizer: Any) -> list[Request]:
@@ -286,8 +306,9 @@ def report(run: Run, config: Config, name: str, left_out: int) -> None:
     rows = [row for row in run.rows if answers[row["prompt"]] == max(answers.values())]
     rows = [row | {"length": None if row["truncated"] else row["generated_tokens"]} for row in rows]
     fields, shares = ("length", "truncated", "empty", "ratio"), ("truncated", "empty")
-    means = plots.group_means(rows, ["method"], fields, shares)
-    per_source = plots.group_means(rows, ["source", "method"], fields, shares)
+    bounds = {"length": (0.0, float(config.limit)), "ratio": (0.0, float("inf"))}
+    means = plots.group_means(rows, ["method"], fields, shares, bounds)
+    per_source = plots.group_means(rows, ["source", "method"], fields, shares, bounds)
     columns = [
         Column("method", "method"),
         Column("n", "n", "d"),

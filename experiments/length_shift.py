@@ -102,6 +102,8 @@ def run(config: Config, run: Run) -> None:
     settings = grid(config)
     if min(config.count, config.batch, config.limit) < 1:
         raise ValueError("count, batch and limit must be at least 1.")
+    if config.timed_prompts < 0:
+        raise ValueError(f"timed_prompts={config.timed_prompts} must be 0 or more.")
     if config.ratio <= 0:
         raise ValueError(f"ratio={config.ratio} must be positive, above 1 for smaller caches.")
     for label in config.methods:
@@ -147,7 +149,7 @@ def grid(config: Config) -> list[tuple[float, float, int | None]]:
     """(temperature, top_p, seed) of every setting; greedy has neither of the last two.
 
     Raises:
-        ValueError: for a temperature, top-p or seeds out of range.
+        ValueError: for a temperature, top-p or seeds out of range, or one that is there twice.
     """
     if not config.temperatures or min(config.temperatures) < 0:
         raise ValueError(f"temperatures={config.temperatures} must be some, 0 or more each.")
@@ -157,6 +159,10 @@ def grid(config: Config) -> list[tuple[float, float, int | None]]:
             f"top_ps={config.top_ps} must be in (0, 1] and seeds={config.seeds} at least one,"
             " for temperatures above 0."
         )
+    for name in ("temperatures", "top_ps", "seeds"):
+        values = getattr(config, name)
+        if len(set(values)) != len(values):
+            raise ValueError(f"{name}={values} must be different from each other.")
     greedy = [(0.0, 1.0, None)] if 0 in config.temperatures else []
     return greedy + list(itertools.product(hot, config.top_ps, config.seeds))
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments import answers, equal_bytes, longbench_report
-from experiments.ratio_arms import at_ratios
+from experiments.ratio_arms import at_ratios, check
 from experiments.runner import Run, main
-from kvjax import registry
 from kvjax.evaluation import longbench, negatives, text
 from kvjax.evaluation.rows import Encoded, write_jsonl
 
@@ -82,8 +81,7 @@ TINY = Config(
 def run(config: Config, run: Run) -> None:
     """Answer every row with every method, then make tables and plots from the rows."""
     config = settle(config)
-    for label in config.methods:
-        registry.make(label)  # an unknown method fails before a model is loaded
+    check(config.methods, config.ratios)  # fails before a model is loaded
     records = read(config)
     run.watch(longbench_report.scalars)
     loaded = equal_bytes.load(config.model, config.matmul)
@@ -107,6 +105,8 @@ def settle(config: Config) -> Config:
     for name in ("rows", "min_tokens", "max_new_tokens"):
         if getattr(config, name) < 0:
             raise ValueError(f"{name}={getattr(config, name)} must be 0 or more.")
+    if config.batch < 1:
+        raise ValueError(f"batch={config.batch} must be at least 1.")
     if config.min_tokens > 0 and config.max_tokens < 16:
         raise ValueError(f"max_tokens={config.max_tokens} must be at least 16.")
     if config.quick:

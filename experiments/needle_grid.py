@@ -23,9 +23,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from experiments import answers, equal_bytes, needle_grid_report
-from experiments.ratio_arms import at_ratios
+from experiments.ratio_arms import at_ratios, check
 from experiments.runner import Run, main
-from kvjax import registry
 from kvjax.evaluation import needle
 from kvjax.evaluation.chat import encode_after
 from kvjax.evaluation.rows import Encoded, Row
@@ -79,8 +78,7 @@ TINY = Config(
 def run(config: Config, run: Run) -> None:
     """Answer every cell with every method, then make heat maps and tables from the rows."""
     config = settle(config)
-    for label in config.methods:
-        registry.make(label)  # an unknown method fails before a model is loaded
+    check(config.methods, config.ratios)  # fails before a model is loaded
     loaded = equal_bytes.load(config.model, config.matmul)
     run.watch(needle_grid_report.scalars)
     absent = []

@@ -11,6 +11,7 @@ import numpy as np
 from experiments import negative_study, scored_rows
 from kvjax.evaluation import negatives
 from kvjax.evaluation.negatives import Arm, Sample
+from kvjax.evaluation.rows import read_jsonl
 
 Table = dict[Arm, dict[Sample, float]]
 
@@ -87,7 +88,12 @@ def made_up() -> Table:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is a run's folder or record, not a table."""
+    """Whether a path is a run's folder or record, not a table.
+
+    LongBench's predictions are a table: they name a config, and their scores are out of 1.
+    """
+    if path.name == "predictions.jsonl" and path.is_file():
+        return "config" not in read_jsonl(path)[0]
     return path.is_dir() or path.name in ("metrics.jsonl", "predictions.jsonl")
 
 

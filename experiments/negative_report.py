@@ -145,6 +145,7 @@ def failure_plot(rows: Sequence[Mapping[str, Any]], rule: str, source: str) -> F
         axes.set_xticks(margins, [f"{m:g}" for m in margins])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("loss of at least, % of the full cache's score (log scale)")
         axes.set_ylabel("negative samples")
         benign = drawn[0]["benign"]
@@ -184,7 +185,8 @@ def composition_plot(
         axes.invert_yaxis()
         axes.set_xlim(0, 100)
         axes.set_xlabel("share of the negative samples, %")
-        axes.set_title(f"{source}\nloss of at least {margin:g} %, {rule}", loc="left", fontsize=10)
+        what = f"loss of at least {margin:g} % (full cache at least the dataset's {rule})"
+        axes.set_title(f"{source}\n{what}", loc="left", fontsize=10)
         figure.legend(loc="outside right upper")
         return figure
 

@@ -67,12 +67,16 @@ TINY = Config(scores=(Path("tiny"),), margins=(4, 10), rules=("mean",))
 
 def run(config: Config, run: Run) -> None:
     """Count, write the sets, recommend, report."""
+    for margin in (config.margin, *config.margins):
+        if not 0 < margin <= 100:
+            raise ValueError(f"margin={margin:g} must be above 0 and at most 100, in %.")
     if config.margin not in config.margins or config.rule not in config.rules:
         config = dataclasses.replace(
             config,
             margins=tuple(sorted({*config.margins, config.margin})),
             rules=tuple(dict.fromkeys((*config.rules, config.rule))),
         )
+    prompts = negatives.prompt_rows(config.rows) if config.rows else {}
     table, source = read(config)
     baseline, arms = choose(table, config)
     chosen = (baseline, *arms)
@@ -93,6 +97,13 @@ def run(config: Config, run: Run) -> None:
             )
     scale = 100 / perfect(config)
     baseline, arms = label(baseline, chosen), [label(arm, chosen) for arm in arms]
+    if prompts and not any(sample in prompts for sample in cut[baseline]):
+        raise ValueError(
+            f"{config.rows} holds none of the samples: it has {'/'.join(next(iter(prompts)))}, the"
+            f" scores have {'/'.join(next(iter(cut[baseline])))}."
+        )
+    if not any(cut[baseline].values()):
+        raise ValueError(f"no sample is benign: every score of {baseline} is 0, some must not be.")
     run.watch(scalars)
     sets = sets_of(arms)
     with run.progress(len(sets) + len(arms) + 1, "sets of methods") as progress:
@@ -100,7 +111,7 @@ def run(config: Config, run: Run) -> None:
             for row in failures(cut, baseline, members, config, scale):
                 add(run, row, ("kind", "methods", "rule", "margin_percent", "task"))
             progress.advance(set_name(members))
-        for row in write_sets(run.path, cut, baseline, sets, config):
+        for row in write_sets(run.path, cut, baseline, sets, config, prompts):
             add(run, row, ("kind", "file"))
         for arm in arms:
             for row in verdicts(cut, baseline, arm, config, scale):
@@ -160,18 +171,17 @@ def share(part: int, whole: int) -> tuple[float, float, float, int]:
 
 
 def write_sets(
-    folder: Path, table: Table, baseline: Arm, sets: Sequence[Sequence[Arm]], config: Config
+    folder: Path,
+    table: Table,
+    baseline: Arm,
+    sets: Sequence[Sequence[Arm]],
+    config: Config,
+    prompts: Mapping[negatives.Sample, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Write a file of negative samples for every set that has some; a row each."""
     place = folder / "negatives"
     place.mkdir(exist_ok=True)
-    prompts = negatives.prompt_rows(config.rows) if config.rows else {}
     texts = {sample: negatives.prompt_text(row) for sample, row in prompts.items()}
-    if prompts and not any(sample in prompts for sample in table[baseline]):
-        raise ValueError(
-            f"{config.rows} holds none of the samples: it has {'/'.join(next(iter(prompts)))}, the"
-            f" scores have {'/'.join(next(iter(table[baseline])))}."
-        )
     found = []
     for members in sets:
         methods = [table[arm] for arm in members]

@@ -151,6 +151,8 @@ def check(config: Config) -> None:
     wrong = [n for n in (*contexts(config), *config.windows, config.context_residual) if n < 1]
     if wrong or min(config.context_new_tokens, config.window_new_tokens) < 1:
         raise ValueError("contexts, windows and numbers of tokens must be at least 1.")
+    if config.group < 1:
+        raise ValueError(f"group={config.group} must be at least 1.")
     repeated = {"contexts": config.contexts, "windows": config.windows, "bits": config.bits,
                 "window_bits": config.window_bits, "methods": config.methods}  # fmt: skip
     for name, values in repeated.items():

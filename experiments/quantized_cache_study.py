@@ -62,12 +62,14 @@ def gates_of(config: Any) -> Gates:
 
 
 def labels(folder: Path, own: Path) -> dict[str, str]:
-    """Labels of the other runs in a folder, and the names of those runs."""
+    """Labels of the other runs in a folder, and the names of those runs; plans take none."""
     found = {}
     for file in sorted(folder.glob(f"*/{STUDY}")):
         if file.parent != own:
             try:
-                found[json.loads(file.read_text(encoding="utf-8"))["label"]] = file.parent.name
+                other = json.loads(file.read_text(encoding="utf-8"))
+                if other["evidence_level"] != "planned":
+                    found[other["label"]] = file.parent.name
             except (ValueError, KeyError):
                 continue
     return found
@@ -120,7 +122,8 @@ def by_context(rows: Sequence[dict]) -> dict[str, dict[str, Any] | None]:
 
 def evidence_level(name: str, rows: Sequence[dict]) -> str:
     """ "planned" (nothing ran), "smoke" (random weights) or "measured"."""
-    if not any(row["decision"] != admission.PLANNED for row in rows):
+    ran = [row for row in rows if row["decision"] != admission.PLANNED]
+    if all(row.get("failure_stage") == "plan" for row in ran):
         return "planned"
     return "smoke" if name == tiny.NAME else "measured"
 

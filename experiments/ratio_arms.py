@@ -7,6 +7,7 @@ from typing import NamedTuple
 from experiments.arms import Arm, solve
 from kvjax import accounting, registry
 from kvjax.accounting import Budget
+from kvjax.methods.full import Full
 from kvjax.types import Method, PromptShape
 
 FARTHEST = 1.6  # a discrete setting this many times off a ratio does not stand for it
@@ -17,6 +18,21 @@ class Planned(NamedTuple):
 
     arms: list[Arm]
     absent: list[str]  # sentences
+
+
+def check(labels: Sequence[str], ratios: Sequence[float]) -> None:
+    """Refuse what leaves nothing to compare with the full cache.
+
+    Raises:
+        ValueError: for no method or ratio, the full cache among them, or an unknown method.
+    """
+    if not labels or not ratios:
+        raise ValueError(
+            f"methods={tuple(labels)} and ratios={tuple(ratios)} must each hold at least one."
+        )
+    for label in labels:
+        if isinstance(registry.make(label), Full):
+            raise ValueError(f'methods must not name {label!r}: "full" is always there.')
 
 
 def at_ratios(
@@ -34,8 +50,9 @@ def at_ratios(
         num_layers: layers of the model.
 
     Raises:
-        ValueError: for an unknown method or a ratio that is not positive.
+        ValueError: as `check`, or for a ratio that is not positive.
     """
+    check(labels, ratios)
     arms, absent = [], []
     for label in labels:
         method = registry.make(label)

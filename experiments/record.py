@@ -17,6 +17,7 @@ import numpy as np
 
 Row = dict[str, Any]
 
+_RECORD = ("experiment", "arguments", "config", "config_hash", "resumed")
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "transformers", "gguf", "tensorboardX")
 
 
@@ -27,13 +28,27 @@ def config_hash(config: Any) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read the config.json of a run's folder."""
+    """Read the config.json of a run's folder.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: when it is not a run's.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(
             f"{path} holds no config.json: give a run's folder, runs/<experiment>/<stamp>-<hash>."
         )
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON, as a run writes it: {error}.") from None
+    if not isinstance(record, dict) or not set(_RECORD) <= set(record):
+        raise ValueError(
+            f"{file} is not a run's, which holds {', '.join(_RECORD)}: give a run's folder,"
+            " runs/<experiment>/<stamp>-<hash>."
+        )
+    return record
 
 
 def surroundings() -> dict[str, Any]:

@@ -66,11 +66,15 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: s
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str = "") -> str:
     """Return the same table as markdown, under a heading of the second level."""
-    cells = [[column.text(row).replace("|", "\\|") for column in columns] for row in rows]
+    cells = [[_escaped(column.text(row)) for column in columns] for row in rows]
     right = [all(_is_number(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [[c.title for c in columns], ["---:" if r else "---" for r in right], *cells]
+    lines = [[_escaped(c.title) for c in columns], ["---:" if r else "---" for r in right], *cells]
     head = f"## {title}\n\n" if title else ""
     return head + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def scalar_name(label: str) -> str:

@@ -16,7 +16,9 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -262,6 +264,7 @@ def main(
     """
     args = list(sys.argv[1:] if args is None else args)
     experiment, run = experiment_name(config_class), None
+    terminate = _interrupt_on_terminate()
     try:
         config, place, arguments = _parse(config_class, args)
         enable_compilation_cache()
@@ -273,10 +276,10 @@ def main(
         with run:
             run_function(config, run)
         print_line(f"done: {run.path} ({len(run.rows)} rows)")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         how = f"; {_how_to_resume(experiment, run)}" if run else "."
         print(f"\ninterrupted{how}", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(128 + (stop.args or (signal.SIGINT,))[0]) from None
     except (ValueError, NotImplementedError, OSError) as error:
         if os.environ.get("KVJAX_TRACEBACK", "0") not in ("", "0"):
             raise
@@ -286,6 +289,9 @@ def main(
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"error: {message} ({'; '.join(hints)})", file=sys.stderr)
         raise SystemExit(1) from None
+    finally:
+        if terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def enable_compilation_cache() -> Path:
@@ -337,18 +343,43 @@ def _parse(config_class: type, args: list[str]) -> tuple[Any, _Place, list[str]]
     """Return the configuration, where to run, and the arguments that say both.
 
     When resuming, the run's own arguments come first: `--resume DIR` alone is enough.
+
+    Raises:
+        ValueError: when the run to resume is another experiment's.
     """
+    name = experiment_name(config_class)
     where = [a.split("=", 1)[1] for a in args if a.startswith("--resume=")]
     where += [b for a, b in zip(args, args[1:], strict=False) if a == "--resume" and b != "None"]
-    arguments = [*read_record(Path(where[-1]))["arguments"], *args] if where else args
+    arguments = args
+    if where:
+        record = read_record(Path(where[-1]))
+        own = record["experiment"]
+        if own != name:
+            raise ValueError(
+                f"{where[-1]} is a run of {own}, not of {name}: python -m experiments.{own}"
+                f" --resume {where[-1]}"
+            )
+        arguments = [*record["arguments"], *args]
     parts = [(n, Annotated[c, tyro.conf.arg(name="")]) for n, c in
              (("config", config_class), ("place", _Place))]  # fmt: skip
     command = dataclasses.make_dataclass("Command", parts)
-    name = experiment_name(config_class)
     doc = (sys.modules[config_class.__module__].__doc__ or "").strip()
     prog = f"python -m experiments.{name}"
     parsed = tyro.cli(command, args=arguments, prog=prog, description=doc)
     return parsed.config, parsed.place, arguments
+
+
+def _interrupt_on_terminate() -> bool:
+    """Make SIGTERM an interrupt, as Ctrl-C is; False where something else handles it already."""
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return False
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt(number)
+
+    signal.signal(signal.SIGTERM, interrupt)
+    return True
 
 
 def _how_to_resume(experiment: str, run: Run) -> str:

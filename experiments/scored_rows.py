@@ -79,9 +79,10 @@ def read(path: str | Path) -> tuple[list[Scored], int]:
     every = read_jsonl(file)
     rows = [row for row in map(scored, every) if row is not None]
     if not rows:
+        hint = "" if path.is_dir() else " Name a run's folder: its metrics.jsonl may hold them."
         raise ValueError(
             f"{file} has no row with method, target_ratio, task, id (or prompt) and score (or"
-            f" token_match); its first row has {', '.join(list(every[0])[:8])}."
+            f" token_match); its first row has {', '.join(list(every[0])[:8])}.{hint}"
         )
     return rows, len(every) - len(rows)
 

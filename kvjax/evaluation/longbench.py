@@ -41,7 +41,8 @@ def read(
 
     Raises:
         FileNotFoundError: when there is no such source, or a dataset is not in it.
-        ValueError: for an unknown dataset, a record without context or answers, or bad JSON.
+        ValueError: for an unknown dataset, bad JSON, or a record without context or answers, or
+            whose context or input is no text.
     """
     wanted = list(DATASETS) if list(datasets) == ["all"] else list(datasets)
     for name in wanted:
@@ -84,11 +85,16 @@ def make_rows(
         limits: new tokens by dataset; None takes the official ones.
 
     Raises:
-        ValueError: for a template that does not hold {context} once, or has {input} before it.
+        ValueError: for a template that does not hold {context} once, or has {input} before it, or
+            a limit that is no number of tokens.
     """
     known = DATASETS[dataset]
     template = known.template if templates is None else _named(templates, dataset, "prompts")
-    limit = known.max_new_tokens if limits is None else int(_named(limits, dataset, "limits"))
+    limit = known.max_new_tokens if limits is None else _named(limits, dataset, "limits")
+    if type(limit) is not int or limit < 1:
+        raise ValueError(f"the limit of {dataset}={limit!r} must be a whole number, at least 1.")
+    if not isinstance(template, str):
+        raise ValueError(f"the prompt of {dataset}={template!r} must be text with {_CONTEXT}.")
     if template.count(_CONTEXT) != 1 or _INPUT in template.partition(_CONTEXT)[0]:
         raise ValueError(
             f"the prompt of {dataset} must hold {_CONTEXT} once, and {_INPUT} only after it."
@@ -244,4 +250,7 @@ def _checked(records: list[dict[str, Any]], dataset: str) -> list[dict[str, Any]
             )
         if not isinstance(record["answers"], list):
             raise ValueError(f"{dataset}, row {number}: answers must be a list of references.")
+        for name in ("context", "input"):
+            if not isinstance(record.get(name) or "", str):
+                raise ValueError(f"{dataset}, row {number}: {name}={record[name]!r} must be text.")
     return records

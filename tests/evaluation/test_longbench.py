@@ -93,6 +93,11 @@ def test_bad_sources_say_what_is_wrong(folder, tmp_path, monkeypatch):
     bad.write_text(lines(record(dataset="qasper", answers="Ann")))
     with pytest.raises(ValueError, match="must be a list"):
         longbench.read(bad)
+    for wrong in ({"context": 5}, {"input": 7}):
+        bad.write_text(lines(*(record(dataset="qasper", **c) for c in ({"input": None}, wrong))))
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"qasper, row 1: {name}={value} must be text"):
+            longbench.read(bad)
     empty = tmp_path / "none"
     empty.mkdir()
     with pytest.raises(FileNotFoundError, match="no .jsonl file"):
@@ -138,6 +143,11 @@ def test_official_prompts_are_taken_character_for_character(tmp_path):
     assert text == f"<start>user\n{expected}<end>\n<start>assistant\n"
     with pytest.raises(ValueError, match="name no qasper"):
         longbench.make_rows("qasper", [record()], templates)
+    with pytest.raises(ValueError, match="prompt of hotpotqa=5 must be text"):
+        longbench.make_rows("hotpotqa", [record()], {"hotpotqa": 5})
+    for limit in ("many", 0, 5.5):
+        with pytest.raises(ValueError, match=f"limit of hotpotqa={limit!r} must be a whole"):
+            longbench.make_rows("hotpotqa", [record()], templates, {"hotpotqa": limit})
     with pytest.raises(ValueError, match="must hold {context} once"):
         longbench.make_rows("hotpotqa", [record()], {"hotpotqa": "{input} {context}"})
 

@@ -212,6 +212,22 @@ def test_cosines_and_second_anchor_against_numpy():
             np.testing.assert_allclose(left[turn][0, h], np.square(rest).sum(1), atol=1e-5)
 
 
+def test_a_claim_on_every_third_of_the_layers_needs_all_three(tmp_path):
+    sides = {"keys": 0.9, "keys after RoPE": 0.5, "keys less their mean": 0.8, "values": 0.7}
+    depths, words = ("early", "middle", "late"), []
+    with Run.create(Config(), tmp_path) as made:
+        for depth in depths:
+            made.rows.extend(
+                {"group": "geometry", "depth": depth, "content": "prose", "prompt": i, "side": side,
+                 "absolute": value + 0.001 * i * (side == "keys"), "signed": value}
+                for i in range(4) for side, value in sides.items()
+            )  # fmt: skip
+            verdict = ablation_geometry.rope_report(made)[1][0]
+            words.append(verdict.word)
+            assert verdict.measured.count("no layer") == 2 - depths.index(depth)
+    assert words == ["undecided", "undecided", "confirmed"]
+
+
 def test_regrouped_and_shortened_prompts():
     prompt = prompts.prompt(SHAPE)
     assert (ablation_groups.regroup(prompt.q, 2, 2) == prompt.q).all()
@@ -295,6 +311,9 @@ def test_what_piles_up_ends_with_the_question():
         ({"studies": ()}, "studies is empty"),
         ({"ratios": (0.5,)}, "must be at least 1"),
         ({"layers": 0}, "layers=0"),
+        ({"length": -30}, "length=-30 must be at least"),
+        ({"group_sizes": (0,)}, "group_sizes=.0,. must be some, at least 1"),
+        ({"needles": ("noise_7", "bad")}, "needles='bad' must be haystack_digits"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):

@@ -1,6 +1,7 @@
 """What may stand in one board, who is compared at which bytes, and the page."""
 
 import csv
+import dataclasses
 import json
 import math
 from html.parser import HTMLParser
@@ -223,8 +224,9 @@ def test_a_run_writes_markdown_csv_and_page(tmp_path):
     assert {line["task"] for line in lines} == {"niah_single_1", "vt", MEAN}
     assert "| full | full | 1.00x |" in (run.path / "leaderboard.md").read_text()
     assert Page((run.path / "leaderboard.html").read_text()).open == []
-    with (
-        pytest.raises(ValueError, match="no runs: name folders"),
-        Run.create(Config(), tmp_path) as run,
+    for config, message in (
+        (Config(), "no runs: name folders"),
+        (dataclasses.replace(leaderboard.TINY, tolerance=-5), "tolerance=-5 must be 0 or more"),
     ):
-        leaderboard.run(Config(), run)
+        with pytest.raises(ValueError, match=message), Run.create(config, tmp_path) as run:
+            leaderboard.run(config, run)

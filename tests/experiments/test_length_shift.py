@@ -50,6 +50,15 @@ def test_every_source_gives_the_same_number_while_it_has_some():
         choose(dataclasses.replace(config, count=13), requests)
 
 
+def test_built_in_prompts_that_are_too_short_name_a_length_that_is_not(loaded):
+    config = dataclasses.replace(length_dataset.TINY, max_prompt=300)
+    with pytest.raises(ValueError, match="max_prompt=300 must be longer") as caught:
+        length_dataset.built_in(config, loaded.tokenizer)
+    fits = int(str(caught.value).split()[-3])
+    config = dataclasses.replace(config, max_prompt=fits)
+    assert length_dataset.built_in(config, loaded.tokenizer)
+
+
 def test_a_chunk_holds_all_lengths_in_order():
     requests = [request(i, 1 + (7 * i) % 50) for i in range(48)]
     chunks = in_chunks(requests, 2)
@@ -64,7 +73,8 @@ def test_grid_has_greedy_once_and_every_sample():
     found = length_shift.grid(config)
     assert found[0] == (0.0, 1.0, None) and len(found) == 1 + 2 * 2 * 3
     assert length_shift.next_seed((0.5, 0.9, 3), config) == (0.5, 0.9, 1)
-    for wrong in ({"temperatures": ()}, {"temperatures": (-1.0,)}, {"top_ps": (1.5,)}):
+    for wrong in ({"temperatures": ()}, {"temperatures": (-1.0,)}, {"top_ps": (1.5,)},
+                  {"seeds": (1, 1)}, {"temperatures": (0.5, 0.5)}):  # fmt: skip
         with pytest.raises(ValueError, match="must be"):
             length_shift.grid(dataclasses.replace(config, **wrong))
 
@@ -159,6 +169,9 @@ def test_bounds_of_a_share_are_shares_and_those_of_a_mean_are_not():
     same = [{"m": "a", "x": 1.0, "y": 1.0}] * 3  # a mean of exactly 1 is not a proportion
     (mean,) = plots.group_means(same, ["m"], ["x", "y"], shares=("x",))
     assert mean["x_low"] < 1.0 == mean["y_low"]
+    few = [{"m": "a", "tokens": x} for x in (10.0, 190.0)]
+    (mean,) = plots.group_means(few, ["m"], ["tokens"], bounds={"tokens": (0.0, 500.0)})
+    assert (mean["tokens_low"], mean["tokens"], mean["tokens_high"]) == (0.0, 100.0, 500.0)
 
 
 def test_dataset_flag_writes_the_training_set_of_a_named_file(tmp_path):
@@ -196,6 +209,7 @@ def test_unknown_methods_and_missing_files_are_refused_before_a_model_is_loaded(
         ({"methods": ("nope",)}, "unknown method 'nope'"),
         ({"prompts": str(tmp_path / "none.csv")}, "is no file"),
         ({"ratio": -1.0}, "ratio=-1.0 must be positive"),
+        ({"timed_prompts": -1}, "timed_prompts=-1 must be 0 or more"),
     ):
         config = dataclasses.replace(length_shift.TINY, model="no/such/model", **wrong)
         with Run.create(config, tmp_path / "runs") as run:

@@ -127,8 +127,12 @@ def test_a_discrete_method_stands_for_the_ratio_it_comes_nearest_to():
     assert kivi.limit == f"discrete setting, {stored:.1f}x" and 2.5 < stored < 6.4
     assert planned.absent == [f"kivi has no setting of its own near 10x at 1,024 tokens"
                               f" (nearest: {stored:.1f}x)."]  # fmt: skip
-    with pytest.raises(ValueError, match="positive"):
-        at_ratios(("snapkv",), (-1.0,), shape, 2)
+    for methods, ratios, message in (
+        (("snapkv",), (-1.0,), "positive"), ((), (4.0,), "at least one"),
+        (("snapkv",), (), "at least one"), (("snapkv", "full"), (4.0,), "must not name 'full'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            at_ratios(methods, ratios, shape, 2)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,8 @@ def test_a_discrete_method_stands_for_the_ratio_it_comes_nearest_to():
         (["--folder", "sample", "--methods", "snapvk"], "unknown method 'snapvk'"),
         (["--folder", "sample", "--datasets", "qasper"], "the sample has no qasper"),
         (["--folder", "sample", "--rows", "-1"], "rows=-1"),
+        (["--folder", "sample", "--batch", "0"], "batch=0 must be at least 1"),
+        (["--folder", "sample", "--methods"], "must each hold at least one"),
         (["--folder", "sample", "--max-tokens", "3"], "max_tokens=3"),
         (["--folder", "sample", "--model", "tiny", "--prompts", "/nowhere.json"], "is no file"),
     ],

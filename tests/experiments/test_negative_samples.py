@@ -117,6 +117,20 @@ def test_own_runs_are_input_and_give_a_set_for_other_experiments(tmp_path):
     ]  # fmt: skip
 
 
+def test_longbench_predictions_are_a_table_out_of_1(tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    lines = [
+        {"method": m, "config": c, "id": str(i), "pred": "x", "score": s, "dataset": "trec"}
+        for m, c, scores in (("full", "", (1, 0.5, 1)), ("snapkv", "4x", (0, 0.5, 1)))
+        for i, s in enumerate(scores)
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = execute(Config(scores=(file,), rules=("mean",), margins=(10,)), tmp_path)
+    assert negatives.read_negative_set(run.path / "negatives" / "snapkv.jsonl") == {("trec", "0")}
+    (row,) = [r for r in run.rows if r["kind"] == "verdict" and r["task"] == "all"]
+    assert row["baseline"] == pytest.approx(250 / 3)
+
+
 def test_samples_with_the_text_of_a_positive_are_left_out(tmp_path):
     table = "method,config,dataset,id,score\n" + "".join(
         f"{m},,lcc,{i},{s}\n"
@@ -145,6 +159,12 @@ def test_wrong_input_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.delenv("KVJAX_DATA", raising=False)
     with pytest.raises(ValueError, match="no scores: name tables or runs with --scores"):
         negative_input.read(Config())
+    for wrong in ({"margin": 200}, {"margins": (10, 0)}):
+        with pytest.raises(ValueError, match="must be above 0 and at most 100, in %"):
+            execute(dataclasses.replace(TINY, **wrong), tmp_path)
+    lacking = dataclasses.replace(TINY, rows=tmp_path / "none.jsonl", methods=("snapkv",))
+    with pytest.raises(FileNotFoundError, match="none.jsonl is not there"):  # before anything else
+        execute(lacking, tmp_path)
     with pytest.raises(ValueError, match="'snapkv' names no arm; it must be one of full, evictor"):
         execute(dataclasses.replace(TINY, methods=("snapkv",)), tmp_path)
     with pytest.raises(ValueError, match="there is no arm beside evictor:4x"):
@@ -156,6 +176,9 @@ def test_wrong_input_is_one_clear_line(tmp_path, monkeypatch):
         execute(Config(scores=(folder,)), tmp_path)
     common = execute(Config(scores=(folder,), common=True, margins=(10,)), tmp_path)
     assert next(r for r in common.rows if r["kind"] == "failures")["benign"] == 1
+    zeros = own_run(tmp_path / "zeros", {("full", 1.0, 9): (0, 0), ("h2o", 4.0, 9): (0, 1)})
+    with pytest.raises(ValueError, match="every score of full is 0"):
+        execute(Config(scores=(zeros,)), tmp_path)
     with pytest.raises(ValueError, match="'h2o' names several arms; it must be one of h2o:4x"):
         execute(Config(scores=(folder,), methods=("h2o",)), tmp_path)
     with pytest.raises(ValueError, match="full_score=1 cannot hold"):

@@ -91,7 +91,7 @@ def test_the_arms_are_mixed_axes_and_same_axis_with_whole_cache_flushes():
     [({"methods": ("gear",)}, "of kivi and hqq"), ({"contexts": (), "windows": ()}, "both empty"),
      ({"quality_tokens": 9}, "quality_tokens=9"), ({"repeats": 0}, "repeats=0"),
      ({"windows": (8, 8)}, "windows"), ({"contexts": (0,)}, "at least 1"),
-     ({"label": "a b"}, "label='a b'")],
+     ({"label": "a b"}, "label='a b'"), ({"group": 0}, "group=0 must be at least 1")],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(change, said):
     with pytest.raises(ValueError, match=said):
@@ -359,7 +359,7 @@ def test_a_dry_run_measures_nothing(tmp_path, monkeypatch, capsys):
     made = study_of(run)
     assert made["decision"] == "failed" and made["failure_stage"] == "plan"
     kinds = [cell["decision"] for cell in made["cells"]]
-    assert kinds == ["planned", "planned", FAILED]
+    assert kinds == ["planned", "planned", FAILED] and made["evidence_level"] == "planned"
     assert made["cells"][1]["expected_flushes"] == 1
     made = study_of(finished(dataclasses.replace(ODD, dry_run=True), tmp_path))
     assert made["decision"] == made["evidence_level"] == "planned"
@@ -368,8 +368,10 @@ def test_a_dry_run_measures_nothing(tmp_path, monkeypatch, capsys):
 
 def test_a_label_is_given_once(tmp_path):
     config = dataclasses.replace(ODD, dry_run=True, label="mine")
-    first = finished(config, tmp_path)
-    assert study_of(first)["label"] == "mine"
+    planned, first = finished(config, tmp_path), finished(config, tmp_path)  # plans take none
+    assert study_of(planned)["label"] == study_of(first)["label"] == "mine"
+    measured = study_of(first) | {"evidence_level": "smoke"}
+    (first.path / "study.json").write_text(json.dumps(measured))
     with pytest.raises(ValueError, match=f"label='mine' is that of {first.path.name}"):
         finished(config, tmp_path)
     with Run.resume(config, first.path) as run:

@@ -157,9 +157,10 @@ def test_a_killed_run_keeps_its_events_and_resumes_to_the_same_table(toy, tmp_pa
     assert "fail=" not in str(caught.value)
 
 
-def test_an_interrupt_says_how_to_resume(toy, tmp_path):
-    stopped = start(tmp_path, DIE_AFTER="1", DIE_BY=str(signal.SIGINT.value))
-    assert stopped.returncode == 130 and "Traceback" not in stopped.stderr
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_says_how_to_resume(toy, tmp_path, number, code):
+    stopped = start(tmp_path, DIE_AFTER="1", DIE_BY=str(number.value))
+    assert stopped.returncode == code and "Traceback" not in stopped.stderr
     advice = f"go on with: python -m experiments.toy --resume {only_run(tmp_path)}"
     assert f"1 finished cells are kept, {advice}" in stopped.stderr
 
@@ -194,9 +195,31 @@ def test_help_shows_every_flag_with_its_docstring(capsys):
         assert text in shown
 
 
-def test_resume_of_what_is_no_run_is_one_line(tmp_path, capsys):
-    assert run_main(["--resume", str(tmp_path / "none")]) == 1
-    assert "none holds no config.json" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "holds no config.json"),
+        ("{", "config.json must be JSON"),
+        ('{"model_type": "llama"}', "config.json is not a run's"),
+        ("[]", "config.json is not a run's"),
+    ],
+)
+def test_resume_of_what_is_no_run_is_one_line(tmp_path, capsys, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert run_main(["--resume", str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown and str(tmp_path) in shown and shown.count("\n") == 1
+
+
+def test_resume_of_another_experiment_names_it(tmp_path, capsys):
+    with Run.create(Config(), tmp_path, "other", ["--unknown", "1"]) as run:
+        pass
+    assert run_main(["--resume", str(run.path)]) == 1
+    advice = (
+        f"is a run of other, not of test_runner: python -m experiments.other --resume {run.path}"
+    )
+    assert advice in capsys.readouterr().err
 
 
 def test_an_existing_folder_is_never_written_to(tmp_path):
