@@ -49,7 +49,7 @@ class Config:
     tasks: tuple[str, ...] = tuple(ruler.TASKS)
     """of the 13 tasks"""
     prompts: int | None = None
-    """prompts of each task; small: 3, of official files all"""
+    """prompts of each task; small: 2, of official files all"""
     ratios: tuple[float, ...] | None = None
     """full bfloat16 bytes over stored bytes; small: 2 4 8"""
     methods: tuple[str, ...] = ("anchorkv", "snapkv", "streaming_llm", "random")
@@ -86,7 +86,7 @@ SHORT_QUESTION, SHORT_ANSWER = 64, 32  # tokens; uuids as keys make longer quest
 _LARGE = {"lengths": (32_768, 65_536), "ratios": (2.0, 4.0, 6.0, 10.0), "prompts": 50, "batch": 1}
 PRESETS: dict[str, dict[str, Any]] = {
     "small": {
-        "model": None, "lengths": (1024,), "ratios": (2.0, 4.0, 8.0), "prompts": 3, "batch": 18,
+        "model": None, "lengths": (1024,), "ratios": (2.0, 4.0, 8.0), "prompts": 2, "batch": 18,
         "new_tokens": 48,
     },
     "llama-3.1-8b": {"model": "meta-llama/Llama-3.1-8B-Instruct", **_LARGE},
