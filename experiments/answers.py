@@ -345,16 +345,14 @@ def teacher_forced(loaded: hub.Loaded, asked: Asked, questions: Sequence[Encoded
     tokens = np.zeros((len(golds), width), np.int32)
     for row, gold in zip(tokens, golds, strict=True):
         row[: len(gold)] = gold
-    column = np.arange(width)[None]
-    real = column < np.array([len(gold) for gold in golds])[:, None]
-    at = np.where(real, asked.positions[:, None] + column, -1)
+    counts = [len(gold) for gold in golds]
+    at = continuation.continuation_positions(asked.positions, counts, width)
     hidden, _ = decode.extend(
-        loaded.model, loaded.params, jax.tree.map(jnp.copy, asked.caches), jnp.asarray(tokens),
-        jnp.asarray(at, jnp.int32),
-    )  # fmt: skip
+        loaded.model, loaded.params, jax.tree.map(jnp.copy, asked.caches), jnp.asarray(tokens), at
+    )
     later = decode.head(loaded.model, loaded.params, hidden[:, :-1])
     logits = jnp.concatenate([asked.logits[:, None], later], 1)  # each before its token
-    return _gold(logits, jnp.asarray(tokens), jnp.asarray(real))
+    return _gold(logits, jnp.asarray(tokens), at >= 0)
 
 
 @jax.jit

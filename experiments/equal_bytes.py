@@ -17,7 +17,7 @@ import numpy as np
 from experiments import anchorkv_report
 from experiments.arms import Arm
 from experiments.runner import Run, bound_programs
-from kvjax import accounting, decode, registry
+from kvjax import accounting, decode, registry, turns
 from kvjax.evaluation import continuation, needle
 from kvjax.types import PromptShape
 from models import hub
@@ -271,16 +271,9 @@ def generated(config, loaded, arm, prefill, chunk) -> dict[str, list[float]]:
     rows = len(prefill.lengths)
     questions = [p.follows[: p.answer_start] for p in chunk]
     questions += [questions[-1]] * (rows - len(questions))
-    width = max(len(q) for q in questions)
-    tokens = np.zeros((rows, width), np.int32)
-    for i, question in enumerate(questions):
-        tokens[i, : len(question)] = question
     new = [len(q) for q in questions]
-    positions = continuation.continuation_positions(prefill.lengths, new, width)
     caches = decode.compress(arm.method, prefill.prompts, model, reserve=2 * longest + 32)
-    hidden, caches = decode.extend(model, params, caches, jnp.asarray(tokens), positions)
-    last = jnp.asarray(new) - 1
-    logits = decode.head(model, params, hidden[jnp.arange(rows), last])
+    logits, caches = turns.append(model, params, caches, prefill.lengths, questions)
     limit = max(len(p.follows) - p.answer_start for p in chunk) + 4
     made, _ = decode.generate(
         model, params, caches, logits, jnp.asarray(prefill.lengths + new),

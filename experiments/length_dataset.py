@@ -111,29 +111,19 @@ def built_in(config: Config, tokenizer: Any) -> list[prompts.Prompt]:
     """As many as are asked for, of three quarters of the longest prompt.
 
     Raises:
-        ValueError: when that is too short, naming a length that is not.
+        ValueError: when that is too short.
     """
 
     def size(text):
         return len(tokenizer.encode(text))
 
-    def made(longest):
-        return builtin_prompts.make(config.count, longest * 3 // 4, size, config.seed)
-
-    longest = max(config.max_prompt, 0)
-    for fits in (config.max_prompt, *range(longest + 64, longest + 4096, 64)):
-        try:
-            found = made(fits)
-        except ValueError as error:
-            refused = error
-            continue
-        if fits == config.max_prompt:
-            return found
+    try:
+        return builtin_prompts.make(config.count, config.max_prompt * 3 // 4, size, config.seed)
+    except ValueError as error:
         raise ValueError(
-            f"max_prompt={config.max_prompt} must be longer for built-in prompts on this tokenizer:"
-            f" {fits} tokens fit."
-        )
-    raise refused
+            f"max_prompt={config.max_prompt}, of which built-in prompts take three quarters:"
+            f" {error}"
+        ) from None
 
 
 def encode(found: Sequence[prompts.Prompt], tokenizer: Any) -> list[Request]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -90,7 +91,7 @@ def per_number(
 
 
 def _haystack(config: Any) -> str:
-    return config.haystack if config.haystack in ("noise", "text") else "folder"
+    return Path(config.haystack).name  # of a folder its last part: noise and text are no paths
 
 
 def _spoken(form: str) -> str:

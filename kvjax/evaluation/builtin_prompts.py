@@ -74,24 +74,27 @@ def make(count: int, tokens: int, count_tokens: Callable[[str], int], seed: int)
         if number % 2:
             source = iter(sentences("text", seed * 1000 + number))
             ask = "\n\n" + draw.choice(_WRITE)
-            room = tokens - count_tokens(ask)
-            body = _fill("", lambda lines=source: next(lines) + " ", count_tokens, room).strip()
-            text, task, references = body + ask, "passage", ()
+
+            def piece(lines=source):
+                return next(lines) + " "
+
+            task, references = "passage", ()
         else:
             question, _, answer = _problem(draw)
             ask = f"Solve the last problem in the same way.\n\nProblem: {question}\nSolution:"
-            room = tokens - count_tokens(ask)
 
-            def example(draw=draw):
+            def piece(draw=draw):
                 asked, solved, _ = _problem(draw)
                 return f"Problem: {asked}\nSolution: {solved}\n\n"
 
-            body = _fill("", example, count_tokens, room)
-            text, task, references = body + ask, "sums", (str(answer),)
+            task, references = "sums", (str(answer),)
+        body = _fill("", piece, count_tokens, tokens - count_tokens(ask))
         if not body:
+            least = count_tokens(ask) + count_tokens(piece())
             raise ValueError(
                 f"prompts of {tokens} tokens have no room for one worked example or sentence:"
-                " they must be longer."
+                f" they must be longer, about {least}."
             )
+        text = (body.strip() if task == "passage" else body) + ask
         found.append(Prompt(f"{task}-{number}", "built-in", task, (("user", text),), references))
     return found
